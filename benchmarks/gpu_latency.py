@@ -175,12 +175,14 @@ def latency(shape: str, options: argparse.Namespace) -> list[str]:
 
 def writing(options: argparse.Namespace) -> list[str]:
     """Decoders: the prompt, then tokens with the cache."""
-    from headprune.timing import generation
+    from headprune.decoding import benchmark_generation
 
     rows, kind, short = [], "float32" if options.small else "bfloat16", {"new": 4, "min_seconds": 0.01}
     for model, _, others, _ in versions("Llama-1B", kind, (0.5, 0.25), options):
         for batch, tokens in [(1, 16)] if options.small else [(1, 512), (16, 512), (64, 1024)]:
-            row = generation({"dense": model, **others}, fed(model, batch, tokens), **(short if options.small else {}))
+            row = benchmark_generation(
+                {"dense": model, **others}, fed(model, batch, tokens), **(short if options.small else {})
+            )
             assert row is not None
             for name, step in row.token.items():
                 cells = [f"{row.prefill[name].median:.2f} ms", f"{step.median:.2f} ms"]

@@ -29,10 +29,10 @@ def call(model: nn.Module, example: Example, **extra: Any) -> Any:
     return model(*example, **extra)
 
 
-def does_not_run(error: Exception) -> HeadPruneError:
+def does_not_run(error: Exception, name: str = "The model") -> HeadPruneError:
     """The error for an example that a model refuses."""
     return HeadPruneError(
-        f"The model does not run on the example: {type(error).__name__}: {first_line(error)}.",
+        f"{name} does not run on the example: {type(error).__name__}: {first_line(error)}.",
         "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
     )
 

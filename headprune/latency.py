@@ -14,8 +14,8 @@ from scipy.stats import binom
 from torch import Tensor, nn
 
 from headprune.batches import by_names
-from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import LABELS, Example, call, model_device, move, tensors, without_labels
+from headprune.errors import HeadPruneError
+from headprune.inputs import LABELS, Example, call, does_not_run, model_device, move, tensors, without_labels
 from headprune.running import Progress, evaluating, exact_attention, frozen, quiet
 from headprune.uncertainty import CONFIDENCE
 
@@ -120,10 +120,7 @@ def check_runs(model: nn.Module, example: Example, name: str = "The model") -> N
         with evaluating(model), torch.inference_mode():
             call(model, move(example, model_device(model)))
     except Exception as error:
-        raise HeadPruneError(
-            f"{name} does not run on the example: {type(error).__name__}: {first_line(error)}.",
-            "Pass what the models' forward() takes: a dict of tensors, a tensor or a tuple.",
-        ) from error
+        raise does_not_run(error, name) from error
 
 
 def bench(
@@ -150,7 +147,7 @@ def bench(
             stack.enter_context(evaluating(model))
         for i, (batch, length, example) in enumerate(inputs):
             times = in_turn({name: timer(model, example) for name, model in models.items()}, min_runs, least)
-            rows.append(_row(batch, length, times))
+            rows.append(LatencyRow(batch, length, *compared(times)))
             if progress:
                 progress(i + 1, len(inputs))
     return rows
@@ -170,20 +167,27 @@ def in_turn(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds:
     return times
 
 
-def timing(times: Sequence[float]) -> Timing:
-    """What a model's times say, in milliseconds."""
-    return Timing(float(np.median(times)), float(np.percentile(times, 95)), len(times), *_interval(np.asarray(times)))
+def compared(times: Mapping[str, Sequence[float]]) -> tuple[dict[str, Timing], dict[str, Speedup]]:
+    """Every model's timing, and the speed-up of all others over the first, from milliseconds in each round."""
+    first, *others = times
+    timings = {
+        name: Timing(
+            float(np.median(took)), float(np.percentile(took, 95)), len(took), *_median_interval(np.asarray(took))
+        )
+        for name, took in times.items()
+    }
+    return timings, {name: speedup(times[first], times[name]) for name in others}
 
 
 def speedup(dense: Sequence[float], other: Sequence[float]) -> Speedup:
     """The ratio of two models' times (in any unit), paired by round."""
     ratios = np.asarray(dense) / np.asarray(other)
-    low, high = _interval(ratios)
+    low, high = _median_interval(ratios)
     verdict = "faster" if low > 1 else "slower" if high < 1 else "no measurable change"
     return Speedup(float(np.median(ratios)), low, high, verdict)
 
 
-def _interval(values: np.ndarray) -> tuple[float, float]:
+def _median_interval(values: np.ndarray) -> tuple[float, float]:
     """95 % interval of the median, whatever the values' distribution: between two of them, by the binomial distribution of how many lie
     below the median (Conover 1999, Practical Nonparametric Statistics, section 3.2). A bootstrap's is too narrow for 20 values: it misses 6 to 8 %."""
     ordered = np.sort(values)
@@ -200,16 +204,15 @@ def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) ->
     tokens = ids.shape[1] if isinstance(ids, Tensor) else None
     inputs = {key: value for key, value in example.items() if key not in LABELS}
     rows = by_names(inputs)
-    made: dict[str, Any] = rows.take(inputs, [i % rows.size(inputs) for i in range(batch)])
+    repeated: dict[str, Any] = rows.take(inputs, [i % rows.size(inputs) for i in range(batch)])
     if length is None or tokens is None:
-        return made
-    for key in made:
-        value = rows.table(made, key)
+        return repeated
+    for key in repeated:
+        value = rows.table(repeated, key)
         if value is not None and value.shape[1] == tokens:
-            made[key] = value[:, torch.arange(length) % tokens]
-            if key == "attention_mask":
-                made[key] = torch.ones_like(made[key])
-    return made
+            value = value[:, torch.arange(length) % tokens]
+            repeated[key] = torch.ones_like(value) if key == "attention_mask" else value
+    return repeated
 
 
 def parameters(model: nn.Module) -> int:
@@ -241,25 +244,31 @@ def cache_bytes(model: nn.Module, example: Example) -> float | None:
             return None
     cache = getattr(output, "past_key_values", None)
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
-    held = [
-        t for layer in layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None)) if t is not None
-    ]
-    tokens = max((t.shape[0] * t.shape[-2] for t in held), default=0)
-    return sum(t.nbytes for t in held) / tokens if tokens else None
+    held = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    cached = [t for t in held if t is not None]
+    tokens = max((t.shape[0] * t.shape[-2] for t in cached), default=0)
+    return sum(t.nbytes for t in cached) / tokens if tokens else None
+
+
+def clock(device: torch.device) -> float:
+    """Milliseconds of a monotonic clock, once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # by itself it waits for the current device, which may be another
+    elif device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    return time.perf_counter() * 1000
 
 
 def timer(model: nn.Module, example: Example) -> Callable[[], float]:
-    """A function that runs the model once and gives the milliseconds it took."""
+    """A function that runs the model once and returns the milliseconds it took."""
     device = model_device(model)
     moved = move(example, device)
 
     def clocked() -> float:
-        start = time.perf_counter()
+        begin = clock(device)
         with torch.inference_mode():
             call(model, moved)
-        if device.type == "mps":
-            torch.mps.synchronize()
-        return (time.perf_counter() - start) * 1000
+        return clock(device) - begin
 
     def cuda() -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -272,13 +281,6 @@ def timer(model: nn.Module, example: Example) -> Callable[[], float]:
         return float(begin.elapsed_time(end))
 
     return cuda if device.type == "cuda" else clocked
-
-
-def _row(batch: int, length: int, times: Mapping[str, list[float]]) -> LatencyRow:
-    first = next(iter(times))
-    timings = {name: timing(t) for name, t in times.items()}
-    speedups = {name: speedup(times[first], t) for name, t in times.items() if name != first}
-    return LatencyRow(batch, length, timings, speedups)
 
 
 def example_shape(example: Example) -> tuple[int, int]:

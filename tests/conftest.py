@@ -20,10 +20,9 @@ import torch
 import transformers as tf
 from hypothesis import settings
 
-from headprune import latency
+from headprune import latency, timing
 from headprune.app.workflow import pruning
 from headprune.app.workflow.timing import time_parts
-from headprune.timing import decoding, shares
 from tests.support.commands import run
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.interrupted import Processes
@@ -35,7 +34,7 @@ settings.register_profile("headprune", deadline=None, max_examples=50, derandomi
 settings.load_profile("headprune")
 torch.set_num_threads(1)  # pytest-xdist runs two workers on two cores
 latency.MIN_SECONDS, latency.bench = 0.02, partial(latency.bench, min_runs=5)  # tests of timing say how long themselves
-shares.MIN_PASSES = decoding.MIN_ROUNDS = 1
+timing.MIN_PASSES = 1
 pruning.time_parts = lambda model, layers, shapes, *more: time_parts(
     model, layers, shapes[:1], *more
 )  # one is enough here

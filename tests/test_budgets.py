@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from headprune.budgets.limit import Cost
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import headprune as hp
 from headprune.app.documents import BudgetRecord
 from headprune.budgets import BUDGETS, Fit, Reading, budget_of
-from headprune.budgets.limit import Cost
 from headprune.planning import Order
 
 

@@ -1,7 +1,8 @@
-"""Pictures as files: what the report's figures and those of `headprune show` share."""
+"""Pictures as files and in documents: what the report's figures and those of `headprune show` share."""
 
 from __future__ import annotations
 
+import base64
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,10 @@ from headprune.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from torch import Tensor
 
 _COLOURS = 256  # of a PNG: two thirds fewer bytes, and no difference to the eye
+_SIDE = 96  # pixels that an image of a document has, about
 
 
 def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Figure, list[Any]]:
@@ -46,3 +49,28 @@ def save(figure: Figure, path: Path) -> None:
     file = io.BytesIO()
     figure.savefig(file, format=form)
     write_file(path, file.getvalue())
+
+
+def as_uri(pixels: Tensor) -> str:
+    """An image as a model sees it, its values stretched from black to white, as a ``data:`` URI of a PNG."""
+    from PIL import Image
+
+    values = pixels.detach().float().cpu()
+    values = values[:3] if len(values) >= 3 else values[:1]
+    low, high = float(values.min()), float(values.max())
+    levels = ((values - low) / max(high - low, 1e-9) * 255).round().byte().numpy()
+    picture = Image.fromarray(levels[0] if len(levels) == 1 else levels.transpose(1, 2, 0))
+    factor = _SIDE / max(picture.size)
+    size = [max(1, round(n * factor)) for n in picture.size]
+    picture = picture.resize((size[0], size[1]), Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BILINEAR)
+    file = io.BytesIO()
+    picture.save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def from_uri(uri: str) -> Any:
+    """The pixels of such an image."""
+    import numpy as np
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))

@@ -3,8 +3,10 @@
 torch is imported where plans are measured, not here: the command line makes its options from the register.
 """
 
-# These register their kinds; `headprune prune --help` lists them in this order.
-from headprune.budgets import keep, latency, counted, kv_cache, drop  # isort: skip  # noqa: F401
+from headprune.budgets import counted, measured  # noqa: F401  # these register their kinds
 from headprune.budgets.base import BUDGETS, Budget, Fit, Reading, budget_of, kind_named
 
 __all__ = ["BUDGETS", "Budget", "Fit", "Reading", "budget_of", "kind_named"]
+
+for _kind in ("keep", "latency", "flops", "params", "kv-cache", "drop"):  # the order in `headprune prune --help`
+    BUDGETS[_kind] = BUDGETS.pop(_kind)

@@ -1,4 +1,4 @@
-"""What every budget can do, and the register of kinds."""
+"""What every budget can do, how a search finds the most heads that hold one, and the register of kinds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError
@@ -52,7 +52,7 @@ class Budget(ABC):
     """What must not be exceeded. Each kind is a subclass, registered by `kind`.
 
     Attributes:
-        text: As it was asked for, such as ``"80%"``.
+        text: As the user wrote it, such as ``"80%"``.
         amount: The number in it: a share of the dense model's, if ``relative``, else in `unit`; NaN for a number of heads.
         relative: Whether ``amount`` is a share of what the dense model needs.
         kind: The name of its class in the register.
@@ -75,7 +75,7 @@ class Budget(ABC):
     text: str
     amount: float = math.nan
     relative: bool = False
-    kind: str = field(init=False)  # a field, so that budgets of two kinds are told apart wherever fields are listed
+    kind: str = field(init=False)  # a field, so that budgets of two kinds differ wherever fields are listed
 
     flag: ClassVar[str]
     short: ClassVar[str] = ""
@@ -120,7 +120,7 @@ class Budget(ABC):
         return f"{self.kind} {self.text}"
 
     def heads(self, total: int) -> int | None:
-        """How many of all heads it lets stay; None where that has to be found out."""
+        """How many of all heads it lets stay; None where that must be measured."""
         return None
 
     def check(self) -> None:
@@ -135,8 +135,7 @@ class Budget(ABC):
                 f"Ask for less, for instance {self.flag} 80%.",
             )
 
-    @abstractmethod
-    def check_dense(self, subject: Subject) -> None:
+    def check_dense(self, subject: Subject) -> None:  # noqa: B027  # a budget that no dense model holds
         """Refuse, before the long work, what this dense model holds.
 
         Raises:
@@ -164,7 +163,7 @@ class Budget(ABC):
         return f"{self.flag} {up.create_decimal(number):f}{'%' if self.relative else ''}"
 
     def result(self, kept: int, reading: Reading, where: str) -> str:
-        """A sentence for the report: what was asked, and what was measured.
+        """A sentence for the report: the budget, and what was measured.
 
         Args:
             kept: Heads that stay.
@@ -182,6 +181,80 @@ class Budget(ABC):
         return _SHARE if self.relative else self.unit
 
 
+@dataclass(frozen=True)
+class PlanCost:
+    """What plans cost.
+
+    Attributes:
+        estimate: For the search: falls (about) as heads go.
+        measure: On a model that was really pruned, afresh at each call.
+    """
+
+    estimate: Callable[[PruningPlan], Reading]
+    measure: Callable[[PruningPlan], Reading]
+
+
+class Limit(Budget):
+    """A budget of something that falls as heads go, and can be measured on a pruned copy."""
+
+    @abstractmethod
+    def cost(self, subject: Subject) -> PlanCost:
+        """How to tell what a plan costs, in the terms of this budget.
+
+        Raises:
+            HeadPruneError: The model has nothing that this budget limits.
+        """
+
+    def check_dense(self, subject: Subject) -> None:
+        from headprune.plans import PruningPlan
+
+        dense = self.cost(subject).estimate(PruningPlan({}))
+        if dense.high <= self.amount:
+            raise HeadPruneError(
+                f"{self.flag} {self.text} is met by the dense model ({self.show(dense.high)}), so there is nothing to prune.",
+                f"Ask for less, for instance {self.at_least(dense.value / 2)}.",
+            )
+
+    def fit(self, order: Order, subject: Subject) -> Fit:
+        return self.most_heads(order, self.cost(subject))
+
+    def most_heads(self, order: Order, cost: PlanCost) -> Fit:
+        """The plan with the most heads that holds this budget.
+
+        Bisects on estimates, then measures the plan that this gives, and goes on to fewer heads, in growing strides, while
+        that exceeds the budget: what is returned was measured to hold it, after it was chosen.
+
+        Raises:
+            HeadPruneError: Even the fewest heads exceed the budget; the hint says the nearest that can be met.
+        """
+        last = len(order.steps)
+        if cost.estimate(order.after(last)).high > self.amount:
+            raise self._out_of_reach(order, cost.measure(order.after(last)))
+        low, high = -1, last  # high holds the budget, low does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if cost.estimate(order.after(middle)).high <= self.amount:
+                high = middle
+            else:
+                low = middle
+        stride = 1
+        while (reading := cost.measure(order.after(high))).high > self.amount:
+            if high == last:
+                raise self._out_of_reach(order, reading)
+            high, stride = min(high + stride, last), 2 * stride
+        return Fit(replace(order.after(high), budget=str(self)), self, reading)
+
+    def _out_of_reach(self, order: Order, least: Reading) -> HeadPruneError:
+        why = f" ({'; '.join(order.stays[:3])})" if order.stays else ""
+        return HeadPruneError(
+            f"{self.flag} {self.text} is out of reach: with the fewest heads that {order.strategy} can keep{why}, "
+            f"{order.least} of {order.total}, it is {self.show(least.high)}.",
+            "Pruning heads does not bring it below the dense model's."
+            if self.relative and least.high >= 1
+            else f"The nearest that can be met is {self.at_least(least.high)}.",
+        )
+
+
 BUDGETS: dict[str, type[Budget]] = {}
 _Kind = TypeVar("_Kind", bound=type[Budget])
 
@@ -189,10 +262,10 @@ _Kind = TypeVar("_Kind", bound=type[Budget])
 def budget(name: str) -> Callable[[_Kind], _Kind]:
     """Register a kind of budget under a name."""
 
-    def register(made: _Kind) -> _Kind:
-        made.kind = name
-        BUDGETS[name] = made
-        return made
+    def register(kind: _Kind) -> _Kind:
+        kind.kind = name
+        BUDGETS[name] = kind
+        return kind
 
     return register
 
@@ -203,9 +276,9 @@ def kind_named(name: str) -> type[Budget]:
     Raises:
         HeadPruneError: There is none of that name.
     """
-    for known, made in BUDGETS.items():
-        if name.lstrip("-") in (known, made.flag.lstrip("-")):
-            return made
+    for known, kind in BUDGETS.items():
+        if name.lstrip("-") in (known, kind.flag.lstrip("-")):
+            return kind
     raise HeadPruneError(f"There is no budget {name!r}.", f"Choose from {', '.join(BUDGETS)}.")
 
 

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from headprune.attention import AttentionLayer
-from headprune.errors import HeadPruneError
 from headprune.evaluation import Change
 from headprune.inputs import Example
 from headprune.offload import add_stored_biases, copied
 from headprune.plans import PruningPlan
 from headprune.surgery import prune
-
-
-def _unmeasured(plan: PruningPlan) -> Change:
-    raise HeadPruneError("It is not known here how much accuracy a plan loses.", "Give a budget of another kind.")
 
 
 @dataclass(frozen=True)
@@ -29,9 +24,9 @@ class Subject:
         example: For the proof of every prune.
         inputs: What is timed, and what operations are counted on.
         biases: Modules that the repair may give a bias, which costs something too.
-        metric: What `change` tells of: ``"accuracy"`` or ``"perplexity"``.
+        metric: The metric of `change`: ``"accuracy"`` or ``"perplexity"``.
         change: The change of the metric from the dense model to a plan, repaired, on the examples that choose; the same for the
-            same plan.
+            same plan. None before there is a search.
     """
 
     model: nn.Module
@@ -40,7 +35,7 @@ class Subject:
     inputs: Example
     biases: Sequence[str] = ()
     metric: str = "accuracy"
-    change: Callable[[PruningPlan], Change] = _unmeasured
+    change: Callable[[PruningPlan], Change] | None = None
 
     def pruned(self, plan: PruningPlan) -> nn.Module:
         """A copy without the plan's heads."""

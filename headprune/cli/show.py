@@ -92,17 +92,9 @@ def _over_data(loaded: LoadedModel, data: DataOptions, console: Console) -> Head
 
 def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, console: Console) -> None:
     from headprune.app.pictures import save
-    from headprune.app.seeing import (
-        all_heads,
-        figure_of_all,
-        figure_of_head,
-        figures_of,
-        head_named,
-        layer_of,
-        one_head,
-        role_counts,
-        role_table,
-    )
+    from headprune.app.seeing import head_named, layer_of
+    from headprune.app.seeing.pictures import figure_of_all, figure_of_head
+    from headprune.app.seeing.terminal import all_heads, figures_of, one_head, role_counts, role_table
 
     sample = heads.samples[-1] if heads.samples else None
     colours = console.out.color_system is not None

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from headprune.app.runs import RunFolder
     from headprune.app.workflow import Scene
     from headprune.budgets import Fit
+    from headprune.decoding import GenerationRow
     from headprune.latency import LatencyRow
     from headprune.scoring import HeadScores
-    from headprune.timing import GenerationRow
 
 
 def print_table(console: Console, title: str, content: Table, without: Sequence[str] = ()) -> None:

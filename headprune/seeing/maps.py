@@ -7,9 +7,11 @@ for some queries at a time: of a long input, all weights together may not fit in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,11 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headprune.arguments import layers_for
 from headprune.attention import AttentionLayer
+from headprune.batches import Rows, find_rows
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, module_of
-from headprune.inputs import widened
-from headprune.running import exact_attention, uncompiled
+from headprune.inputs import Example, call, does_not_run, model_device, move, tensors, usable, widened
+from headprune.memory import is_out_of_memory
+from headprune.running import exact_attention, quiet, uncompiled
 
 _MOST = 2**23  # weights that are computed at once
 
@@ -31,12 +36,12 @@ _SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
 
 @dataclass(frozen=True)
 class Weights:
-    """One computation of attention weights: they are made when they are read, while the model waits.
+    """The attention weights of one call of a layer, computed when they are read, while the model waits.
 
     Attributes:
-        layer: Whose they are.
+        layer: The layer that was called.
         shape: Examples, heads, queries, keys.
-        windows: How many windows each example was cut into; a window's queries see that window's keys alone, and the queries of
+        windows: How many windows each example was cut into; a window's queries see that window's keys only, and the queries of
             all windows stand one behind the other.
         ordered: Whether key j is the j-th of a sequence for every query: not where keys count from their query, as in Longformer.
     """
@@ -52,7 +57,7 @@ class Weights:
         return self._read(slice(None))
 
     def blocks(self, most: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """The same in parts of about ``most`` weights: the first query, and ``[examples, heads, some queries, keys]``."""
+        """The same in blocks of about ``most`` weights: the first query, and ``[examples, heads, some queries, keys]``."""
         examples, heads, queries, keys = self.shape
         step = max(1, (most or _MOST) // max(1, examples * heads * keys))
         if self.windows > 1 or not self.ordered:  # each query sees few keys
@@ -60,8 +65,91 @@ class Weights:
         for start in range(0, max(queries, 1), step):
             yield start, self._read(slice(start, start + step))
 
+    def visible(self) -> Tensor:
+        """Which keys any query looks at, ``[examples, keys]``: those of padding are hidden from all."""
+        seen = [(block > 0).any(dim=1).any(dim=1) for _, block in self.blocks()]
+        return torch.stack(seen).any(dim=0)
+
 
 Keep = Callable[[Weights], Any]
+
+
+def attention_weights(
+    model: nn.Module, example: Example, layers: Sequence[AttentionLayer] | None = None
+) -> dict[str, Tensor]:
+    """The attention weights of every head, of any model that headprune traces, whichever way it computes them.
+
+    The model need not be set to eager attention. All weights of a layer are held, so for long inputs name few ``layers``, or use
+    `headprune.profile_heads`, which never holds more than a part of them.
+
+    Args:
+        model: It is run once, in evaluation mode.
+        example: A dict of tensors, a tensor or a tuple.
+        layers: Only these.
+
+    Returns:
+        ``{layer_name: [examples, heads, queries, keys]}``, in float32. A row sums to 1; to less where an attention sink takes the
+        rest (then it is there as a last key, if the model computes it as one), and to 0 where a query may look nowhere. Where a
+        model cuts windows out of its input, the queries of all windows stand one behind the other, each with its window's keys.
+        Of a layer that runs several times, the last run's.
+
+    Raises:
+        HeadPruneError: The model does not run on the example, or the weights of a layer cannot be seen.
+    """
+    example = on_device(model, example)
+    layers = layers_for(model, layers, example)
+    with quiet(model), torch.no_grad():
+        rows = rows_of(model, [example])
+        runs = collect_by_example(model, layers, example, rows, lambda _, weights: weights.whole().cpu())
+    return {layer.name: torch.cat([run[layer.name][-1] for run in runs]) for layer in layers}
+
+
+def on_device(model: nn.Module, batch: Any) -> Any:
+    """A batch on the model's device, in tensors that autograd accepts."""
+    with torch.inference_mode(False):
+        return usable(move(batch, model_device(model)))
+
+
+def rows_of(model: nn.Module, batches: Sequence[Example]) -> Rows:
+    """How examples lie in batches of inputs; see `find_rows`."""
+    return find_rows(model, batches, lambda inputs: tensors(call(model, inputs)))
+
+
+def collect_by_example(
+    model: nn.Module, layers: Sequence[AttentionLayer], inputs: Example, rows: Rows, keep: Callable[[Example, Weights], Any]
+) -> list[dict[str, list[Any]]]:  # fmt: skip
+    """What ``keep(inputs, weights)`` returns, as `collect`: of one run of all examples, or of one run each where a layer mixes their rows."""
+    size = rows.size(inputs)
+    try:
+        return [collect(model, layers, inputs, size, partial(keep, inputs))]
+    except RowsError:
+        if size == 1:
+            raise
+        return [collect(model, layers, one, 1, partial(keep, one)) for one in rows.singles(inputs)]
+
+
+def collect(
+    model: nn.Module, layers: Sequence[AttentionLayer], inputs: Example, size: int, keep: Keep
+) -> dict[str, list[Any]]:
+    """What ``keep`` returns for the weights of every layer, call by call, in one run on inputs of ``size`` examples.
+
+    Raises:
+        RowsError: A layer mixes the rows of several examples.
+        HeadPruneError: The model does not run on them.
+    """
+    # Nobody reads the logits, which for a language model can be the largest of all tensors.
+    named = isinstance(inputs, Mapping) and not {"labels", "logits_to_keep"} & set(inputs)
+    short = {"logits_to_keep": 1} if named and "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    with attention_maps(model, layers, size, keep) as kept:
+        try:
+            call(model, inputs, **short)
+        except HeadPruneError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise does_not_run(error) from error
+    return kept
 
 
 @contextmanager
@@ -76,63 +164,65 @@ def attention_maps(
     Args:
         model: The model that ``layers`` describe.
         layers: From `headprune.find_attention`.
-        examples: How many the model is going to see at once. It tells which example a row belongs to, where a module cuts
+        examples: How many the model is going to see at once. It decides which example a row belongs to, where a module cuts
             windows out of its input or puts heads into the batch dimension; without it, rows are not reordered, and
             (batch * heads, queries, keys) is taken to have the batch first.
         keep: From a layer's weights to what is kept of them: by default all of them, ``[examples, heads, queries, keys]``.
 
     Yields:
-        ``{layer_name: [what is kept, for each time the layer was called]}``, filled as the model runs. A query that may
+        ``{layer_name: [what is kept, for each call of the layer]}``, filled as the model runs. A query that may
         look nowhere has zeros.
 
     Raises:
-        RowsError: Several examples whose rows cannot be told apart; run them one at a time.
+        RowsError: Several examples whose rows a layer mixes; run them one at a time.
         HeadPruneError: A layer whose weights were not seen.
     """
-    watcher = _Watcher(layers, examples, keep)
+    collector = _Collector(layers, examples, keep)
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         stack.enter_context(exact_attention(model))
-        for name in watcher.sharing:
+        for name in collector.layers:
             module = module_of(model, name)
-            stack.callback(module.register_forward_pre_hook(watcher.entering(name)).remove)
-            stack.callback(module.register_forward_hook(watcher.leave, always_call=True).remove)
-        stack.enter_context(watcher)
-        yield watcher.kept
+            stack.callback(module.register_forward_pre_hook(partial(collector.enter, name)).remove)
+            stack.callback(module.register_forward_hook(collector.leave, always_call=True).remove)
+        stack.enter_context(collector)
+        yield collector.kept
     for layer in layers:
-        if not watcher.kept[layer.name]:
+        if not collector.kept[layer.name]:
             raise HeadPruneError(
                 f"Layer {layer.name}: its attention weights cannot be seen.",
                 f"They must be a softmax over the keys, with a dimension of {layer.num_heads} heads.",
             )
 
 
-class _Watcher(TorchFunctionMode):
-    """Reads attention weights that are computed while a layer's module is the innermost that runs."""
+class _Collector(TorchFunctionMode):
+    """Reads attention weights that are computed while a layer's module is the innermost that runs.
+
+    Attributes:
+        kept: What ``keep`` returned, by layer and call.
+        layers: The layers of each module, by the number in their name: "attn#2" is the second attention that "attn" computes.
+        running: Modules that run, the innermost last, each with the number of attentions that it has computed in this call.
+    """
 
     def __init__(self, layers: Sequence[AttentionLayer], examples: int | None, keep: Keep) -> None:
         super().__init__()
         self.examples, self.keep = examples, keep
         self.kept: dict[str, list[Any]] = {layer.name: [] for layer in layers}
-        self.sharing: dict[str, dict[int, AttentionLayer]] = {}  # module -> its layers, by the number in their name
+        self.layers: dict[str, dict[int, AttentionLayer]] = {}
         for layer in layers:
             number = int(layer.name.partition("#")[2] or 1)
-            self.sharing.setdefault(layer.module, {})[number] = layer
-        self.running: list[str] = []
-        self.seen: list[int] = []  # attentions that each running module has computed in this call
+            self.layers.setdefault(layer.module, {})[number] = layer
+        self.running: list[tuple[str, int]] = []
 
-    def entering(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def enter(module: nn.Module, args: Any) -> None:
-            self.running.append(name)
-            self.seen.append(0)
-
-        return enter
+    def enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self.running.append((name, 0))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        name, seen = self.running.pop(), self.seen.pop()
-        if seen % max(self.sharing[name]):
-            last = self.sharing[name][max(self.sharing[name])]
-            raise HeadPruneError(f"Layer {last.name}: which of {seen} attentions in {name} is its own cannot be told.")
+        name, count = self.running.pop()
+        last = max(self.layers[name])
+        if count % last:
+            layer = self.layers[name][last].name
+            raise HeadPruneError(f"Layer {layer}: which of {count} attentions in {name} is its own is not clear.")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,66 +230,64 @@ class _Watcher(TorchFunctionMode):
         if self.running:
             with torch.no_grad():
                 if func is F.scaled_dot_product_attention:
-                    self._note(_fused_shape(*args, **kwargs), lambda rows: _fused(rows, *args, **kwargs))
+                    shape = _fused_shape(*args, **kwargs)
+                    self._collect(shape, lambda rows: _fused_weights(rows, *args, **kwargs))
                 elif func in _SOFTMAX and kwargs.get("dim", args[1] if len(args) > 1 else None) in (-1, out.ndim - 1):
-                    self._note(tuple(out.shape), lambda rows: out[..., rows, :])
+                    self._collect(tuple(out.shape), lambda rows: out[..., rows, :])
         return out
 
-    def _note(self, shape: tuple[int, ...], read: Callable[[slice], Tensor]) -> None:
-        """Keep weights of a shape, if they are a layer's; ``read`` gives those of some queries."""
-        layers, seen = self.sharing[self.running[-1]], self.seen[-1]
-        layer = layers.get(seen % max(layers) + 1)
-        weights = self._by_head(layer or next(iter(layers.values())), shape, read)
+    def _collect(self, shape: tuple[int, ...], read: Callable[[slice], Tensor]) -> None:
+        """Keep weights of a shape, if they are a layer's; ``read`` returns those of some queries."""
+        name, count = self.running[-1]
+        layers = self.layers[name]
+        layer = layers.get(count % max(layers) + 1)
+        weights = _by_head(layer or next(iter(layers.values())), shape, read, self.examples)
         if weights is None:
             return  # a softmax over something else
-        self.seen[-1] += 1
+        self.running[-1] = name, count + 1
         if layer is not None:
             self.kept[layer.name].append(self.keep(weights))
 
-    def _by_head(
-        self, layer: AttentionLayer, shape: tuple[int, ...], read: Callable[[slice], Tensor]
-    ) -> Weights | None:
-        """The weights by example and head; None where no dimension is that of the heads."""
-        heads, examples = layer.num_heads, self.examples
-        folded = len(shape) == 3 and shape[0] % heads == 0
-        # (batch, heads, queries, keys); more dimensions for windows, heads behind the queries for some sliding ones.
-        dim = next((d for d in range(1, len(shape) - 1) if shape[d] == heads), 0) if len(shape) > 3 else 0
-        if not folded and not dim:
-            return None
-        rows = shape[0] // heads if folded else shape[0]
-        windowed = False
-        # (batch * heads, …) or (heads * batch, …)? With one row it is both, with more it is not known.
-        if examples is not None and (rows != examples or (folded and rows > 1 < heads)):
-            if examples > 1 or folded:
-                raise RowsError(
-                    f"Layer {layer.name}: attention weights of shape {shape} cannot be told apart as {examples} examples."
-                )
-            windowed = True  # the windows of one example, whose queries are all of theirs
-        places = (
-            (rows, heads, *shape[1:]) if folded else (rows, heads, *(n for d, n in enumerate(shape[1:], 1) if d != dim))
-        )
-        windows = prod(places[2:-2]) * (rows if windowed else 1)
 
-        def arranged(some: slice) -> Tensor:
-            weights = read(some)
-            weights = weights.reshape(-1, heads, *weights.shape[1:]) if folded else weights.movedim(dim, 1)
-            weights = weights[None].transpose(1, 2) if windowed else weights
-            return widened(weights.flatten(2, -2)).nan_to_num(0.0)
+def _by_head(
+    layer: AttentionLayer, shape: tuple[int, ...], read: Callable[[slice], Tensor], examples: int | None
+) -> Weights | None:
+    """The weights by example and head; None where no dimension is that of the heads."""
+    heads = layer.num_heads
+    # (batch, heads, queries, keys); more dimensions for windows, heads behind the queries for some sliding ones.
+    dim = next((d for d in range(1, len(shape) - 1) if shape[d] == heads), 0) if len(shape) > 3 else 0
+    folded = len(shape) == 3 and shape[0] % heads == 0  # (batch * heads, queries, keys)
+    if not folded and not dim:
+        return None
+    rows, inner = (shape[0] // heads, shape[1:]) if folded else (shape[0], (*shape[1:dim], *shape[dim + 1 :]))
+    windowed = False
+    # (batch * heads, …) or (heads * batch, …)? With one row it is both, with more it is not known.
+    if examples is not None and (rows != examples or (folded and rows > 1 < heads)):
+        if examples > 1 or folded:
+            raise RowsError(
+                f"Layer {layer.name}: attention weights of shape {shape} cannot be split into {examples} examples."
+            )
+        windowed = True  # the windows of one example, whose queries are all of theirs
+    windows = prod(inner[:-2]) * (rows if windowed else 1)
 
-        ordered = folded or dim != len(shape) - 2
-        return Weights(
-            layer, (1 if windowed else rows, heads, windows * places[-2], places[-1]), windows, ordered, arranged
-        )
+    def arranged(queries: slice) -> Tensor:
+        weights = read(queries)
+        weights = weights.reshape(-1, heads, *weights.shape[1:]) if folded else weights.movedim(dim, 1)
+        weights = weights[None].transpose(1, 2) if windowed else weights
+        return widened(weights.flatten(2, -2)).nan_to_num(0.0)
+
+    size = (1 if windowed else rows, heads, windows * inner[-2], inner[-1])
+    return Weights(layer, size, windows, folded or dim != len(shape) - 2, arranged)
 
 
-def _fused(
+def _fused_weights(
     rows: slice, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """The weights ``[..., queries, keys]`` that `scaled_dot_product_attention` uses, as its documentation computes them.
 
     Args:
-        rows: Of which queries.
+        rows: The queries.
     """
     places = torch.arange(query.shape[-2], device=query.device)[rows]
     query, key = widened(query[..., rows, :]), widened(key)

@@ -1,144 +1,182 @@
-"""What a head does, in words: rules, each of which says whose it is, in the order in which they are tried.
+"""What a head does, in figures and in words: rules that give a head its role, in the order in which they are tried.
 
 The thresholds are the papers' where they give one; docs/heads.md has the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import html
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from headprune.seeing.figures import HeadProfile
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from headprune.seeing.sequences import Grid
 
 HALF = 0.5  # of the attention: Clark et al. (2019), section 3
 POINTS = 0.9  # of the queries: Voita et al. (2019), section 5.1
-COPIES = 0.4  # of the attention on repeated random tokens
+COPIES = 0.4  # of the attention on repeated random tokens; ours
 EVEN = 0.9  # of the largest possible entropy; Clark's 10 % of the attention at most depends on a text's length
-NEAR = 0.5  # of the distance of even attention
+NEAR = 0.5  # of the distance of even attention; ours
 MIXED = "mixed"
 UNKNOWN = "unknown"
 
-Said = Callable[[HeadProfile], "tuple[float, str] | None"]
-"""From a head's figures to the one that justifies a role (0 to 1), and the same in words; None if it has not got this role."""
-
 
 @dataclass(frozen=True)
-class Rule:
+class HeadProfile:
+    """How one head attends: means over queries, each of them a token that is no padding.
+
+    A share is the part of a query's attention (its weights sum to 1) that goes to some keys, 0 to 1. None stands for a figure
+    that this layer cannot have: cross-attention has no previous token, an image no separator.
+
+    Attributes:
+        queries: How many queries the means are over.
+        entropy: Of a query's weights, in nats.
+        evenness: Entropy as a share of the largest possible one, ln(keys that the query may see); 1 is a plain average.
+        largest: A query's largest weight.
+        distance: From a query to what it attends to, weighted: in tokens, or for images in patches (Euclidean).
+        reach: Distance as a share of what a plain average over the keys in sight would give.
+        previous, next, itself: Shares of the keys at -1, +1 and 0 from the query.
+        first: Share of the first token that is no padding.
+        separator: Share of the separators, such as [SEP]; None where too few queries have one in sight (fewer than 20, and than half).
+        same: Share of other positions with the query's own token, over the queries that have such a position in sight, at least 20.
+        sink: Share of keys that are no tokens, such as a learned attention sink.
+        rare: How many queries have their largest weight on one of the two tokens that are rarest in their example; frequencies
+            are those of the data.
+        rare_chance: How many would, if the largest weight were anywhere with the same probability.
+        position, pointing: The most frequent place of the largest weight, from -8 to 8 tokens from its query, and how many queries
+            have it there.
+        induction, duplicate: On random tokens repeated once: the shares of the key after the query's first occurrence, and of that
+            occurrence itself. Of causal language models only.
+        role: In words, by the rules of `headprune.seeing.roles`.
+        because: The figure that justifies the role, in words.
+        clarity: That figure, 0 to 1: of heads with the same role, the one with the largest shows it best.
+    """
+
+    queries: int
+    entropy: float
+    evenness: float | None = None
+    largest: float = 0.0
+    distance: float | None = None
+    reach: float | None = None
+    previous: float | None = None
+    next: float | None = None
+    itself: float | None = None
+    first: float | None = None
+    separator: float | None = None
+    same: float | None = None
+    sink: float | None = None
+    rare: float | None = None
+    rare_chance: float | None = None
+    position: int | None = None
+    pointing: float | None = None
+    induction: float | None = None
+    duplicate: float | None = None
+    role: str = ""
+    because: str = ""
+    clarity: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"HeadProfile({self.role or 'no role'}: {self.because or f'entropy {self.entropy:.2f} nats'})"
+
+
+class HeadProfiles(dict[str, list[HeadProfile]]):
+    """``{layer_name: [profile of head 0, …]}``, which prints short.
+
+    Attributes:
+        layers: Index of each layer, by its name.
+        unseen: Why the weights of a layer cannot be seen, by its name.
+        examples, tokens: What the profiles rest on; tokens are queries of the first layer that are no padding.
+        repeated: Sequences of random tokens that induction was measured on.
+        grid: Of the images' patches, if the model sees images.
+    """
+
+    def __init__(
+        self, profiles: Mapping[str, list[HeadProfile]], layers: Mapping[str, int], unseen: Mapping[str, str] | None = None,
+        examples: int = 0, tokens: int = 0, repeated: int = 0, grid: Grid | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(profiles)
+        self.layers, self.unseen = dict(layers), dict(unseen or {})
+        self.examples, self.tokens, self.repeated, self.grid = examples, tokens, repeated, grid
+
+    def top(self, count: int = 10) -> list[tuple[str, HeadProfile]]:
+        """The heads that show their role best: (label such as ``"L3.H7"``, profile)."""
+        every = [(f"L{self.layers[name]}.H{h}", p) for name, heads in self.items() for h, p in enumerate(heads)]
+        return sorted(every, key=lambda one: -one[1].clarity)[:count]
+
+    def _roles(self) -> Counter[str]:
+        return Counter(profile.role for heads in self.values() for profile in heads)
+
+    def __repr__(self) -> str:
+        roles = self._roles()
+        counts = ", ".join(f"{count} {role}" for role, count in roles.most_common())
+        return f"HeadProfiles({roles.total()} heads in {len(self)} layers: {counts})"
+
+    def _repr_html_(self) -> str:
+        """A notebook's table: the heads that show their role best."""
+        rows = (
+            f"<tr><th>{label}</th><td>{html.escape(p.role)}</td><td>{html.escape(p.because)}</td></tr>"
+            for label, p in self.top()
+        )
+        return f"<table><caption>{html.escape(repr(self))}</caption>{''.join(rows)}</table>"
+
+    def plot(self) -> Figure:
+        """How many heads have each role; the figure's ``savefig`` writes it."""
+        from matplotlib.figure import Figure
+
+        roles, counts = zip(*reversed(self._roles().most_common()), strict=True)
+        figure = Figure(layout="constrained")
+        axis = figure.subplots()
+        axis.bar_label(axis.barh(roles, counts))
+        axis.set(xlabel="heads")
+        return figure
+
+
+class Rule(NamedTuple):
     """A role, and when a head has it.
 
     Attributes:
         role: In words.
         short: In five letters at most.
-        about: The rule, for people.
-        source: Whose it is.
-        said: See `Said`.
+        figure: The figure that justifies the role, 0 to 1: a field of `HeadProfile`, or one of `_evidence`.
+        least: What it must reach.
+        because: The figure in words.
     """
 
     role: str
     short: str
-    about: str
-    source: str
-    said: Said
+    figure: str
+    least: float
+    because: str
 
-
-def _at_least(figure: str, least: float, words: str) -> Said:
-    def said(profile: HeadProfile) -> tuple[float, str] | None:
-        share: float | None = getattr(profile, figure)
-        return (share, words.format(percent(share))) if share is not None and share >= least else None
-
-    return said
-
-
-def _adjacent(figure: str, step: int, which: str) -> Said:
-    def said(profile: HeadProfile) -> tuple[float, str] | None:
-        share: float | None = getattr(profile, figure)
-        pointing = profile.pointing or 0.0
-        if share is not None and share >= HALF:
-            return share, f"{percent(share)} goes to the {which} token"
-        if profile.position == step and pointing >= POINTS:
-            return pointing, f"its largest weight is on the {which} token for {percent(pointing)} of queries"
-        return None
-
-    return said
-
-
-def _elsewhere(profile: HeadProfile) -> tuple[float, str] | None:
-    step, share = profile.position, profile.pointing or 0.0
-    if step is None or share < POINTS:
-        return None
-    where = f"{abs(step)} tokens {'on' if step > 0 else 'back'}" if step else "on the position itself"
-    return share, f"its largest weight is {where} for {percent(share)} of queries"
-
-
-def _rare(profile: HeadProfile) -> tuple[float, str] | None:
-    share, chance = profile.rare, profile.rare_chance
-    if share is None or chance is None or share < HALF or share < 2 * chance:
-        return None
-    words = f"its largest weight is on one of the two rarest tokens for {percent(share)} of queries, by chance {percent(chance)}"
-    return share, words
-
-
-def _broad(profile: HeadProfile) -> tuple[float, str] | None:
-    even = profile.evenness or 0.0
-    return (even, f"its entropy is {percent(even)} of the largest possible") if even >= EVEN else None
-
-
-def _near(profile: HeadProfile) -> tuple[float, str] | None:
-    if profile.reach is None or profile.distance is None or profile.reach > NEAR:
-        return None
-    words = f"it looks {profile.distance:.1f} positions away on average, {percent(profile.reach)} of what even attention would"
-    return 1 - profile.reach, words
-
-
-_OLSSON = "Olsson et al. (2022), arXiv:2209.11895; the threshold is ours"
-_WANG = "Wang et al. (2022), arXiv:2211.00593, on Olsson's sequences; the threshold is ours"
-_CLARK = "Clark et al. (2019), arXiv:1906.04341, section 3"
-_VOITA = "Voita et al. (2019), arXiv:1905.09418, section 5"
 
 RULES = (
-    Rule(
-        "induction", "ind", f"on repeated random tokens, at least {COPIES:.0%} to the token after the earlier occurrence", _OLSSON,
-        _at_least("induction", COPIES, "on repeated random tokens, {} goes to what followed the token before"),
+    # Olsson et al. (2022), arXiv:2209.11895; Wang et al. (2022), arXiv:2211.00593, on Olsson's sequences
+    Rule("induction", "ind", "induction", COPIES, "on repeated random tokens, {share} goes to what followed the token before"),
+    Rule("duplicate token", "dup", "duplicate", COPIES, "on repeated random tokens, {share} goes to the token's earlier occurrence"),
+    # Clark et al. (2019), arXiv:1906.04341, section 3; Voita et al. (2019), arXiv:1905.09418, section 5
+    Rule("previous token", "prev", "previous", HALF, "{share} goes to the previous token"),
+    Rule("previous token", "prev", "points back", POINTS, "its largest weight is on the previous token for {share} of queries"),
+    Rule("next token", "next", "next", HALF, "{share} goes to the next token"),
+    Rule("next token", "next", "points on", POINTS, "its largest weight is on the next token for {share} of queries"),
+    Rule("itself", "self", "itself", HALF, "{share} goes to the position itself"),
+    Rule("relative position", "pos", "pointing", POINTS, "its largest weight is {place} for {share} of queries"),  # Voita et al.
+    Rule("same token", "same", "same", HALF, "{share} goes to other positions with the same token, where there are any"),
+    Rule("sink", "sink", "sink", HALF, "{share} goes to a key that is no token"),  # Xiao et al. (2023), arXiv:2309.17453
+    Rule("separator", "sep", "separator", HALF, "{share} goes to separators"),  # Clark et al.
+    Rule("first token", "first", "first", HALF, "{share} goes to the first token"),  # Clark et al.; Xiao et al.
+    Rule(  # Voita et al., section 5.3
+        "rare words", "rare", "rare, not by chance", HALF,
+        "its largest weight is on one of the two rarest tokens for {share} of queries, by chance {chance}",
     ),
-    Rule(
-        "duplicate token", "dup", f"on repeated random tokens, at least {COPIES:.0%} to the earlier occurrence", _WANG,
-        _at_least("duplicate", COPIES, "on repeated random tokens, {} goes to the token's earlier occurrence"),
+    Rule("broad", "broad", "evenness", EVEN, "its entropy is {share} of the largest possible"),  # after Clark et al., section 3.3
+    Rule(  # after Dosovitskiy et al. (2020), arXiv:2010.11929, figure 7
+        "near", "near", "nearness", 1 - NEAR,
+        "it looks {distance:.1f} positions away on average, {reach} of what even attention would",
     ),
-    Rule(
-        "previous token", "prev", f"at least {HALF:.0%} to the previous token, or the largest weight there for {POINTS:.0%} of queries",
-        f"{_CLARK}; {_VOITA}", _adjacent("previous", -1, "previous"),
-    ),
-    Rule(
-        "next token", "next", f"at least {HALF:.0%} to the next token, or the largest weight there for {POINTS:.0%} of queries",
-        f"{_CLARK}; {_VOITA}", _adjacent("next", 1, "next"),
-    ),
-    Rule("itself", "self", f"at least {HALF:.0%} to the query's own position", "ours", _at_least("itself", HALF, "{} goes to the position itself")),
-    Rule(
-        "relative position", "pos", f"the largest weight at one and the same relative position for {POINTS:.0%} of queries", _VOITA,
-        _elsewhere,
-    ),
-    Rule(
-        "same token", "same", f"at least {HALF:.0%} to other positions with the same token", "ours",
-        _at_least("same", HALF, "{} goes to other positions with the same token, where there are any"),
-    ),
-    Rule(
-        "sink", "sink", f"at least {HALF:.0%} to keys that are no tokens", "Xiao et al. (2023), arXiv:2309.17453; the threshold is ours",
-        _at_least("sink", HALF, "{} goes to a key that is no token"),
-    ),
-    Rule("separator", "sep", f"at least {HALF:.0%} to separators", _CLARK, _at_least("separator", HALF, "{} goes to separators")),
-    Rule(
-        "first token", "first", f"at least {HALF:.0%} to the first token, a sink in decoders",
-        "Clark et al. (2019), section 3; Xiao et al. (2023), arXiv:2309.17453", _at_least("first", HALF, "{} goes to the first token"),
-    ),
-    Rule(
-        "rare words", "rare", f"the largest weight on one of the two rarest tokens for {HALF:.0%} of queries, and twice as often as by chance",
-        f"{_VOITA}.3", _rare,
-    ),
-    Rule(
-        "broad", "broad", f"at least {EVEN:.0%} of the largest possible entropy",
-        "after Clark et al. (2019), section 3.3; the threshold is ours", _broad,
-    ),
-    Rule("near", "near", f"a mean distance of at most {NEAR:.0%} of even attention's", "after Dosovitskiy et al. (2020), arXiv:2010.11929, figure 7; the threshold is ours", _near),
 )  # fmt: skip
 
 _SHARES = {
@@ -151,15 +189,40 @@ def with_role(profile: HeadProfile) -> HeadProfile:
     """A head's profile with its role and the figure that justifies it."""
     if not profile.queries:
         return replace(profile, role=UNKNOWN, because="no query in the data sees two keys")
+    evidence = _evidence(profile)
     for rule in RULES:
-        if said := rule.said(profile):
-            return replace(profile, role=rule.role, clarity=said[0], because=said[1])
-    shares = [(share, words) for figure, words in _SHARES.items() if (share := getattr(profile, figure)) is not None]
+        share = evidence[rule.figure]
+        if share is not None and share >= rule.least:
+            return replace(profile, role=rule.role, clarity=share, because=_because(rule, share, profile))
+    shares = [(share, words) for figure, words in _SHARES.items() if (share := evidence[figure]) is not None]
     most = sorted(shares, reverse=True)[:2]
     if not most:
         return replace(profile, role=MIXED, because=f"its largest weight is {percent(profile.largest)} on average")
-    told = " and ".join(f"{percent(share)} to {words}" for share, words in most)
-    return replace(profile, role=MIXED, clarity=most[0][0], because=f"no rule holds: {told}, the rest elsewhere")
+    where = " and ".join(f"{percent(share)} to {words}" for share, words in most)
+    return replace(profile, role=MIXED, clarity=most[0][0], because=f"no rule holds: {where}, the rest elsewhere")
+
+
+def _evidence(profile: HeadProfile) -> dict[str, float | None]:
+    """The figures that rules look at, by name: the profile's, and some that follow from them."""
+    likelier = profile.rare is not None and profile.rare >= 2 * (profile.rare_chance or 0.0)
+    return vars(profile) | {
+        "points back": profile.pointing if profile.position == -1 else None,
+        "points on": profile.pointing if profile.position == 1 else None,
+        "rare, not by chance": profile.rare if likelier else None,
+        "nearness": None if profile.reach is None else 1 - profile.reach,
+    }
+
+
+def _because(rule: Rule, share: float, profile: HeadProfile) -> str:
+    """The figure that justifies a role, in words."""
+    step = profile.position or 0
+    return rule.because.format(
+        share=percent(share),
+        place=f"{abs(step)} tokens {'on' if step > 0 else 'back'}" if step else "on the position itself",
+        chance=percent(profile.rare_chance or 0.0),
+        distance=profile.distance or 0.0,
+        reach=percent(profile.reach or 0.0),
+    )
 
 
 def percent(share: float) -> str:

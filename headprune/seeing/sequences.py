@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
@@ -16,9 +16,11 @@ from headprune.batches import Rows
 from headprune.divergence import IGNORED
 from headprune.inputs import is_encoder_decoder
 
+_MOST_BEFORE = 16  # positions before the patches
+
 
 @dataclass(frozen=True)
-class Sequence:
+class TokenSequence:
     """A sequence of every example of a batch; None for what is not known.
 
     Attributes:
@@ -29,9 +31,10 @@ class Sequence:
     ids: Tensor | None = None
     real: Tensor | None = None
 
-    def __len__(self) -> int:
+    def if_length(self, count: int) -> TokenSequence:
+        """This sequence if it has so many positions, else one of which nothing is known."""
         known = self.ids if self.ids is not None else self.real
-        return 0 if known is None else known.shape[1]
+        return self if known is not None and known.shape[1] == count else TokenSequence()
 
 
 @dataclass(frozen=True)
@@ -43,45 +46,37 @@ class Sequences:
         target: What the decoder of an encoder-decoder reads; the source for any other model.
     """
 
-    source: Sequence
-    target: Sequence
+    source: TokenSequence
+    target: TokenSequence
 
-    def queries(self, layer: AttentionLayer, count: int) -> Sequence:
-        """What a layer attends from; nothing is known where it does not have that many positions."""
-        return _fitting(self.source if layer.kind == "encoder" else self.target, count)
+    def queries(self, layer: AttentionLayer, count: int) -> TokenSequence:
+        """The sequence that a layer with so many queries attends from."""
+        return (self.source if layer.kind == "encoder" else self.target).if_length(count)
 
-    def keys(self, layer: AttentionLayer, count: int) -> Sequence:
-        """What it attends to."""
-        return _fitting(self.target if layer.kind == "decoder" else self.source, count)
-
-
-def _fitting(sequence: Sequence, count: int) -> Sequence:
-    return sequence if len(sequence) == count else Sequence()
+    def keys(self, layer: AttentionLayer, count: int) -> TokenSequence:
+        """The sequence that a layer with so many keys attends to."""
+        return (self.target if layer.kind == "decoder" else self.source).if_length(count)
 
 
 def sequences_of(model: nn.Module, inputs: Any, rows: Rows) -> Sequences:
     """The sequences that a model reads, as far as its arguments name them."""
-    if not isinstance(inputs, Mapping):
-        return Sequences(Sequence(), Sequence())
-    source = _sequence(rows, inputs, "input_ids", "attention_mask")
-    if not is_encoder_decoder(model):
+
+    def sequence(arguments: Any, prefix: str = "") -> TokenSequence:
+        ids, mask = (rows.table(arguments, f"{prefix}{name}") for name in ("input_ids", "attention_mask"))
+        fitting = mask is not None and (ids is None or ids.shape == mask.shape)
+        return TokenSequence(ids, mask != 0 if mask is not None and fitting else None)
+
+    source = sequence(inputs)
+    if not isinstance(inputs, Mapping) or not is_encoder_decoder(model):
         return Sequences(source, source)
-    given: dict[str, Any] = {k: v for k, v in inputs.items() if k.startswith("decoder_")}
+    decoder: dict[str, Any] = {k: v for k, v in inputs.items() if k.startswith("decoder_")}
     labels = inputs.get("labels")
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if "decoder_input_ids" not in given and isinstance(labels, Tensor):
-        given.setdefault("decoder_attention_mask", labels != IGNORED)
+    if "decoder_input_ids" not in decoder and isinstance(labels, Tensor):
+        decoder.setdefault("decoder_attention_mask", labels != IGNORED)
         if prepare is not None:
-            given["decoder_input_ids"] = prepare(labels=labels)
-    target = _sequence(rows, given, "decoder_input_ids", "decoder_attention_mask")
-    return Sequences(source, target)
-
-
-def _sequence(rows: Rows, inputs: Mapping[str, Any], ids: str, mask: str) -> Sequence:
-    found, real = rows.table(inputs, ids), rows.table(inputs, mask)
-    if found is not None and real is not None and found.shape != real.shape:
-        real = None
-    return Sequence(found, None if real is None else real != 0)
+            decoder["decoder_input_ids"] = prepare(labels=labels)
+    return Sequences(source, sequence(decoder, "decoder_"))
 
 
 @dataclass(frozen=True)
@@ -107,34 +102,36 @@ class Grid:
         side = isqrt(positions)
         return Grid(side, side) if side * side == positions else None
 
-    def places(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Of some positions: row and column ``[count, 2]``, and which of them are patches ``[count]``."""
-        each = torch.arange(start, start + count) - self.before
-        places = torch.stack([each.div(self.columns, rounding_mode="floor"), each % self.columns], dim=-1).float()
-        return places, each >= 0
+    def places(self, count: int) -> tuple[Tensor, Tensor]:
+        """Of the first ``count`` positions: row and column ``[count, 2]``, and which of them are patches ``[count]``."""
+        patch = torch.arange(count) - self.before
+        places = torch.stack([patch.div(self.columns, rounding_mode="floor"), patch % self.columns], dim=-1).float()
+        return places, patch >= 0
 
 
-_MOST_BEFORE = 16  # positions before the patches
+def is_image(inputs: Any) -> bool:
+    """Whether a model is given images: a batch of channels, rows and columns."""
+    values = inputs.values() if isinstance(inputs, Mapping) else [inputs] if isinstance(inputs, Tensor) else inputs
+    return any(isinstance(t, Tensor) and t.ndim == 4 and t.is_floating_point() for t in values)
 
 
 @contextmanager
-def finding_grid(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
-    """Rows and columns of what each convolution gives while the context lasts: one of them makes the patches."""
-    found: list[tuple[int, int]] = []
+def convolution_shapes(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
+    """Rows and columns of every convolution's output while the context lasts: one of them makes the patches."""
+    shapes: list[tuple[int, int]] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.ndim == 4:
-            found.append((output.shape[-2], output.shape[-1]))
+            shapes.append((output.shape[-2], output.shape[-1]))
 
-    hooks = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, nn.Conv2d)]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                stack.callback(module.register_forward_hook(note).remove)
+        yield shapes
 
 
-def grid_among(found: list[tuple[int, int]], positions: int) -> Grid | None:
-    """The one of these that has as many patches as a layer has positions, but for a few before them."""
-    fitting = [Grid(r, c, positions - r * c) for r, c in found if 0 <= positions - r * c <= _MOST_BEFORE]
+def grid_among(shapes: list[tuple[int, int]], positions: int) -> Grid | None:
+    """The shape with as many patches as a layer has positions, but for a few before them."""
+    fitting = [Grid(r, c, positions - r * c) for r, c in shapes if 0 <= positions - r * c <= _MOST_BEFORE]
     return min(fitting, key=lambda grid: grid.before, default=None)

@@ -1,6 +1,6 @@
-"""What the weights of a layer add up to: sums over queries, from which the figures of its heads are made.
+"""Sums over the queries of a layer, from which the figures of its heads are computed.
 
-Only sums are kept: of a long input, the weights are seen in parts (`headprune.seeing.maps.Weights.blocks`).
+Only sums are kept: of a long input, the weights are seen in blocks (`headprune.seeing.maps.Weights.blocks`).
 """
 
 from __future__ import annotations
@@ -11,193 +11,179 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.attention import AttentionLayer
-from headprune.seeing.figures import HeadProfile
+from headprune.inputs import doubled
 from headprune.seeing.maps import Weights
-from headprune.seeing.sequences import Grid, Sequence
-from headprune.seeing.weights import visible
+from headprune.seeing.roles import HeadProfile
+from headprune.seeing.sequences import Grid, TokenSequence
 
 REACH = 8  # relative positions that the largest weight is looked for at, on both sides
 _FEW = 20  # queries below which a figure that only some queries have says nothing
 
+Sums = dict[str, Tensor]
+"""By figure, ``[2, heads]``: a sum over queries, and the number of queries (or the sum of weights) that it is divided by."""
+
 
 @dataclass(frozen=True)
-class Scene:
-    """What a call of a layer sees.
+class LayerInput:
+    """What is known of the positions that a call of a layer sees.
 
     Attributes:
-        queries, keys: What stands there.
+        queries, keys: The sequences that stand there.
         separators: Ids of tokens that separate texts.
-        common: How often each token is in the data, by id; None where that is not counted.
+        frequencies: How often each token is in the data, by id; None where that is not counted.
         grid: Of the image that the model sees.
-        pictured: Whether the positions are those of an image, with a grid that is known or not.
+        is_image: Whether the positions are those of an image, with a grid that is known or not.
     """
 
-    queries: Sequence
-    keys: Sequence
+    queries: TokenSequence
+    keys: TokenSequence
     separators: Tensor
-    common: Tensor | None = None
+    frequencies: Tensor | None = None
     grid: Grid | None = None
-    pictured: bool = False
+    is_image: bool = False
 
 
-class Sums:
-    """Sums over the queries of one layer."""
+def sums_of(weights: Weights, given: LayerInput) -> Sums:
+    """The sums over all queries of a call."""
+    call = _Call(weights, given)
+    for start, block in weights.blocks():
+        call.add(start, block)
+    return call.sums
 
-    def __init__(self, layer: AttentionLayer) -> None:
-        self.layer = layer
-        self.queries = 0
-        self.total: dict[str, Tensor] = {}  # figure -> sums [heads]
-        self.over: dict[str, Tensor] = {}  # figure -> what it is divided by, [heads]
 
-    def add(self, weights: Weights, scene: Scene) -> None:
-        """Add a call of the layer."""
-        part = _Part(weights, scene)
-        for start, some in weights.blocks():
-            self._add(part, start, some)
+def repeated_sums(weights: Weights, length: int) -> Sums:
+    """The sums for induction and duplicate tokens, of a causal layer's call on ``length`` tokens that end the input twice."""
+    sums: Sums = {}
+    queries = weights.shape[2]
+    for start, block in weights.blocks():
+        rows = torch.arange(start, start + block.shape[2], device=block.device)
+        second = (rows >= queries - length).expand(block.shape[0], -1)
+        for figure, back in (("duplicate", length), ("induction", length - 1)):
+            keys = (rows - back).clamp(min=0)
+            _add_mean(sums, figure, _at(block, keys[:, None]), second)
+    return sums
 
-    def merge(self, other: Sums) -> None:
-        """Add the sums over other queries."""
-        self.queries += other.queries
-        for sums, more in ((self.total, other.total), (self.over, other.over)):
-            for figure, found in more.items():
-                sums[figure] = sums[figure] + found if figure in sums else found
 
-    def add_repeated(self, weights: Weights, length: int) -> None:
-        """Add a causal layer's call on ``length`` tokens that end the input twice."""
-        queries = weights.shape[2]
-        for start, some in weights.blocks():
-            rows = torch.arange(start, start + some.shape[2], device=some.device)
-            again = (rows >= queries - length).expand(some.shape[0], -1)
-            for figure, back in (("duplicate", length), ("induction", length - 1)):
-                keys = (rows - back).clamp(min=0)
-                found = some.gather(-1, keys[:, None].expand(*some.shape[:3], 1)).squeeze(-1)
-                self._mean(figure, found, again)
+def added(one: Sums, other: Sums) -> Sums:
+    """The sums over the queries of both."""
+    more = {figure: one[figure] + pair if figure in one else pair for figure, pair in other.items()}
+    return {**one, **more}
 
-    def _add(self, part: _Part, start: int, weights: Tensor) -> None:
+
+def profile_of(sums: Sums, head: int) -> HeadProfile:
+    """A head's figures; without a role yet."""
+    pairs = {figure: pair[:, head].tolist() for figure, pair in sums.items()}
+    queries = int(pairs.get("entropy", (0, 0))[1])
+    least = {"separator": min(_FEW, queries / 2), "same": _FEW}
+    means: dict[str, Any] = {
+        figure: total / over for figure, (total, over) in pairs.items() if over > max(least.get(figure, 0) - 0.5, 0)
+    }
+    even = means.pop("even", None)
+    reach = means["distance"] / even if "distance" in means and even else None
+    at = {step: means.pop(f"at {step}") for step in range(-REACH, REACH + 1) if f"at {step}" in means}
+    if any(at.values()):
+        means["position"] = max(at, key=lambda step: at[step])
+        means["pointing"] = at[means["position"]]
+    return HeadProfile(queries, **{"entropy": 0.0, "evenness": 0.0, **means}, reach=reach)
+
+
+class _Call:
+    """One call of a layer: what stands at its positions, and the sums over its queries so far."""
+
+    def __init__(self, weights: Weights, given: LayerInput) -> None:
+        layer, windows, (examples, _, queries, keys) = weights.layer, weights.windows, weights.shape
+        self.layer, self.windows, self.ordered, self.given = layer, windows, weights.ordered, given
+        self.sums: Sums = {}
+        first = next(weights.blocks(1))[1]  # of the first query
+        rows, length, device = examples * windows, queries // windows, first.device  # maybe not the inputs' device
+        plain = windows == 1 and weights.ordered
+        # Keys beyond the queries' may stand behind them, as attention sinks do: the first query of a causal layer shows it.
+        sinks = plain and layer.kind == "decoder" and 1 < queries < keys and not bool(first[:, :, 0, 1:queries].any())
+        self.aligned = weights.ordered and layer.kind != "cross" and (length == keys or sinks)
+        self.tokens = length if self.aligned else keys
+        everywhere = torch.ones(rows, keys, dtype=torch.bool, device=device)
+        visible = (weights.visible() if plain else everywhere)[:, : self.tokens]
+        at_keys = given.queries if self.aligned else given.keys  # without sinks
+        self.ids = at_keys.ids.to(device) if plain and at_keys.ids is not None else None
+        self.real_keys = at_keys.real.to(device) if plain and at_keys.real is not None else visible
+        if windows == 1 and given.queries.real is not None:
+            self.real_queries = given.queries.real.to(device)
+        else:  # padding is what nobody looks at
+            self.real_queries = visible if self.aligned else visible.new_ones(rows, length)
+        self.rarest = None
+        if self.ids is not None and given.frequencies is not None and layer.kind != "decoder":
+            counts = given.frequencies.to(device)[self.ids].masked_fill(~self.real_keys, torch.iinfo(torch.long).max)
+            if counts.shape[1] > 1:
+                self.rarest = (counts <= counts.kthvalue(2, dim=-1, keepdim=True).values) & self.real_keys
+        self.grid = given.grid.of(self.tokens) if given.grid is not None and self.aligned else None
+
+    def add(self, start: int, weights: Tensor) -> None:
         """Add some queries: ``[examples, heads, queries, keys]``, from query ``start`` on."""
         if weights.shape[2] == 0:
             return
-        if part.windows > 1:  # each window is like an example of its own
-            weights = torch.stack(weights.chunk(part.windows, dim=2), dim=1).flatten(0, 1)
-        count, every = weights.shape[2], weights.shape[3]
-        rows = torch.arange(start, start + count, device=weights.device)
-        tokens = part.tokens if part.aligned else every
-        inside = weights[..., :tokens]
+        if self.windows > 1:  # each window is like an example of its own
+            weights = torch.stack(weights.chunk(self.windows, dim=2), dim=1).flatten(0, 1)
+        rows = torch.arange(start, start + weights.shape[2], device=weights.device)
+        inside = weights[..., : self.tokens]
         seen = (weights > 0).any(dim=1)  # [examples, queries, keys]: no head looks at what is masked
         choices = seen.sum(dim=-1)
         # A query that sees one key, or none, says nothing about the head; padding neither.
-        counted = (choices > 1) & part.real_queries[:, rows]
-        self.queries += int(counted.sum())
+        counted = (choices > 1) & self.real_queries[:, rows]
         entropy = torch.special.entr(weights).sum(dim=-1)
-        self._mean("entropy", entropy, counted)
-        self._mean("evenness", entropy / choices.clamp(min=2).log()[:, None], counted)
-        self._mean("largest", inside.amax(dim=-1), counted)
-        if not part.ordered:
+        _add_mean(self.sums, "entropy", entropy, counted)
+        _add_mean(self.sums, "evenness", entropy / choices.clamp(min=2).log()[:, None], counted)
+        _add_mean(self.sums, "largest", inside.amax(dim=-1), counted)
+        if not self.ordered:
             return
-        keys = seen[..., :tokens] & part.real_keys[:, None]
-        if part.grid.before if part.grid is not None else not part.pictured:
-            first = part.real_keys.int().argmax(dim=-1)
-            share = inside.gather(-1, first[:, None, None, None].expand(-1, *inside.shape[1:3], 1)).squeeze(-1)
-            self._mean("first", share, counted)
-        ids = part.ids
-        if ids is not None:
-            marks = torch.isin(ids, part.separators.to(ids.device))[:, None] & keys
-            self._mean("separator", _share(inside, marks), counted & marks.any(dim=-1))
-        if part.candidates is not None:
-            hits = part.candidates[:, None, None].expand_as(inside).gather(-1, inside.argmax(-1, keepdim=True))
-            self._mean("rare", hits.squeeze(-1).double(), counted)
-            chance = part.candidates.sum(-1) / part.real_keys.sum(-1).clamp(min=1)
-            self._mean("rare_chance", chance[:, None, None].expand(hits.shape[:-1]), counted)
-        if part.aligned:
-            self._add_places(part, rows, inside, keys, counted)
-            if tokens < every:
-                self._mean("sink", weights[..., tokens:].sum(dim=-1), counted)
-            if ids is not None:
-                same = (
-                    (ids[:, rows, None] == ids[:, None])
-                    & keys
-                    & (rows[:, None] != torch.arange(tokens, device=ids.device))
-                )
-                self._mean("same", _share(inside, same), counted & same.any(dim=-1))
+        keys = seen[..., : self.tokens] & self.real_keys[:, None]
+        if self.grid.before if self.grid is not None else not self.given.is_image:
+            first = self.real_keys.int().argmax(dim=-1)
+            _add_mean(self.sums, "first", _at(inside, first[:, None, None, None]), counted)
+        if self.rarest is not None:
+            hits = self.rarest[:, None, None].expand_as(inside).gather(-1, inside.argmax(-1, keepdim=True)).squeeze(-1)
+            chance = self.rarest.sum(-1) / self.real_keys.sum(-1).clamp(min=1)
+            _add_mean(self.sums, "rare", hits.double(), counted)
+            _add_mean(self.sums, "rare_chance", chance[:, None, None].expand(hits.shape), counted)
+        if self.ids is not None:
+            separators = torch.isin(self.ids, self.given.separators.to(self.ids.device))[:, None] & keys
+            self._add_share("separator", inside, separators, counted)
+        if not self.aligned:
+            return
+        self._add_places(rows, inside, keys, counted)
+        if self.tokens < weights.shape[3]:
+            _add_mean(self.sums, "sink", weights[..., self.tokens :].sum(dim=-1), counted)
+        if self.ids is not None:
+            elsewhere = rows[:, None] != torch.arange(self.tokens, device=rows.device)
+            same = (self.ids[:, rows, None] == self.ids[:, None]) & keys & elsewhere
+            self._add_share("same", inside, same, counted)
 
-    def _add_places(self, part: _Part, rows: Tensor, weights: Tensor, keys: Tensor, counted: Tensor) -> None:
-        """What depends on where keys are from their query."""
-        columns = torch.arange(weights.shape[-1], device=rows.device)
-        away = columns - rows[:, None]  # [queries, keys]
-        self._mean("itself", _share(weights, (away == 0).expand_as(keys)), counted)
-        if part.grid is not None:
-            places, patch = (t.to(rows.device) for t in part.grid.places(0, weights.shape[-1]))
-            far = torch.cdist(places[rows], places)
-            apart = patch[rows, None] & patch
-        else:
-            far, apart = away.abs().float(), torch.ones_like(away, dtype=torch.bool)
-        if part.grid is not None or not part.pictured:
-            counts = counted & apart.any(dim=-1)
-            within = (apart & keys) * counts[..., None]  # [examples, queries, keys]
+    def _add_places(self, rows: Tensor, weights: Tensor, keys: Tensor, counted: Tensor) -> None:
+        """Add what depends on where keys are from their query."""
+        steps = torch.arange(weights.shape[-1], device=rows.device) - rows[:, None]  # [queries, keys]
+        _add_mean(self.sums, "itself", _share(weights, (steps == 0).expand_as(keys)), counted)
+        distances, placed = steps.abs().float(), torch.ones_like(steps, dtype=torch.bool)
+        if self.grid is not None:
+            places, patch = (t.to(rows.device) for t in self.grid.places(weights.shape[-1]))
+            distances, placed = torch.cdist(places[rows], places), patch[rows, None] & patch
+        if self.grid is not None or not self.given.is_image:
+            counts = counted & placed.any(dim=-1)
+            within = (placed & keys) * counts[..., None]  # [examples, queries, keys]
             shares = weights * within[:, None]
-            self._sum("distance", (shares * far).sum(dim=-1), shares.sum(dim=-1))
-            even = (within * far).sum(-1) / within.sum(-1).clamp(min=1)
-            self._sum("even", even[:, None].expand(shares.shape[:3]), counts[:, None].expand(shares.shape[:3]))
-        if part.pictured:
+            _add(self.sums, "distance", (shares * distances).sum(dim=-1), shares.sum(dim=-1))
+            even = (within * distances).sum(-1) / within.sum(-1).clamp(min=1)
+            _add(self.sums, "even", even[:, None].expand(shares.shape[:3]), counts[:, None].expand(shares.shape[:3]))
+        if self.given.is_image:
             return
-        for name, step in (("previous", -1), ("next", 1)):
-            if step < 0 or self.layer.kind != "decoder":
-                there = (away == step) & keys
-                self._mean(name, _share(weights, there), counted & there.any(dim=-1))
+        self._add_share("previous", weights, (steps == -1) & keys, counted)
+        if self.layer.kind != "decoder":
+            self._add_share("next", weights, (steps == 1) & keys, counted)
         largest = weights.argmax(dim=-1) - rows
         for step in range(-REACH, REACH + 1):
-            self._mean(f"at {step}", (largest == step).double(), counted)
+            _add_mean(self.sums, f"at {step}", (largest == step).double(), counted)
 
-    def _mean(self, figure: str, values: Tensor, where: Tensor) -> None:
-        """Add values ``[examples, heads, queries]`` of some queries ``[examples, queries]`` to a mean."""
-        counts = where[:, None].expand_as(values)
-        self._sum(figure, torch.where(counts, values, 0.0), counts)
-
-    def _sum(self, figure: str, values: Tensor, over: Tensor) -> None:
-        for sums, more in ((self.total, values), (self.over, over)):
-            found = more.double().sum(dim=(0, 2)).cpu()
-            sums[figure] = sums[figure] + found if figure in sums else found
-
-    def figures(self) -> list[HeadProfile]:
-        """The figures of every head; without a role yet."""
-        return [self._of(h) for h in range(self.layer.num_heads)]
-
-    def _of(self, head: int) -> HeadProfile:
-        def mean(figure: str, fewest: float = 0.0) -> float | None:
-            over = float(self.over[figure][head]) if figure in self.over else 0.0
-            return float(self.total[figure][head]) / over if over > max(fewest, 0.0) else None
-
-        found: dict[str, Any] = {
-            figure: mean(figure)
-            for figure in (
-                "previous",
-                "next",
-                "itself",
-                "first",
-                "sink",
-                "rare",
-                "rare_chance",
-                "induction",
-                "duplicate",
-            )
-        }
-        distance, even = mean("distance"), mean("even")
-        at = {step: mean(f"at {step}") or 0.0 for step in range(-REACH, REACH + 1) if f"at {step}" in self.over}
-        if at and any(at.values()):
-            found["position"] = max(at, key=lambda step: at[step])
-            found["pointing"] = at[found["position"]]
-        return HeadProfile(
-            queries=self.queries,
-            entropy=mean("entropy") or 0.0,
-            evenness=mean("evenness") or 0.0,
-            largest=mean("largest") or 0.0,
-            distance=distance,
-            reach=distance / even if distance is not None and even else None,
-            separator=mean("separator", min(_FEW, self.queries / 2) - 0.5),
-            same=mean("same", _FEW - 0.5),
-            **found,
-        )
+    def _add_share(self, figure: str, weights: Tensor, keys: Tensor, counted: Tensor) -> None:
+        """Add the share of some keys ``[examples, queries, keys]``, over the queries that have one of them."""
+        _add_mean(self.sums, figure, _share(weights, keys), counted & keys.any(dim=-1))
 
 
 def _share(weights: Tensor, keys: Tensor) -> Tensor:
@@ -205,46 +191,17 @@ def _share(weights: Tensor, keys: Tensor) -> Tensor:
     return (weights * keys[:, None]).sum(dim=-1)
 
 
-class _Part:
-    """What is known of a call, once for all of its blocks."""
+def _at(weights: Tensor, keys: Tensor) -> Tensor:
+    """The weights ``[examples, heads, queries]`` of one key for every query."""
+    return weights.gather(-1, keys.expand(*weights.shape[:3], 1)).squeeze(-1)
 
-    def __init__(self, weights: Weights, scene: Scene) -> None:
-        layer, (examples, _, queries, every) = weights.layer, weights.shape
-        self.windows, self.ordered = weights.windows, weights.ordered
-        self.separators, self.pictured = scene.separators, scene.pictured
-        device = self._device(weights)
-        each = queries // self.windows
-        alone = examples * self.windows
-        self.aligned = self.ordered and layer.kind != "cross" and (each == every or self._ends_in_sinks(weights))
-        self.tokens = each if self.aligned else every
-        hidden = self.windows == 1 and self.ordered
-        looked = visible(weights) if hidden else torch.ones(examples, every, dtype=torch.bool, device=device)
-        looked = looked[:, : self.tokens] if self.windows == 1 else looked.new_ones(alone, every)
-        keys = scene.queries if self.aligned else scene.keys  # without sinks
-        # A layer may be on another device than the inputs.
-        self.ids = keys.ids.to(device) if hidden and keys.ids is not None else None
-        self.real_keys = keys.real.to(device) if hidden and keys.real is not None else looked
-        if self.windows > 1:
-            self.real_queries = torch.ones(alone, each, dtype=torch.bool, device=device)
-        elif scene.queries.real is not None:
-            self.real_queries = scene.queries.real.to(device)
-        else:  # padding is what nobody looks at
-            self.real_queries = looked if self.aligned else looked.new_ones(examples, each)
-        self.candidates = None
-        if self.ids is not None and scene.common is not None and layer.kind != "decoder":
-            counts = scene.common.to(device)[self.ids].masked_fill(~self.real_keys, torch.iinfo(torch.long).max)
-            if counts.shape[1] > 1:
-                self.candidates = (counts <= counts.kthvalue(2, dim=-1, keepdim=True).values) & self.real_keys
-        self.grid = scene.grid.of(self.tokens) if scene.grid is not None and self.aligned else None
 
-    @staticmethod
-    def _device(weights: Weights) -> torch.device:
-        return next(weights.blocks(1))[1].device
+def _add_mean(sums: Sums, figure: str, values: Tensor, where: Tensor) -> None:
+    """Add values ``[examples, heads, queries]`` of some queries ``[examples, queries]`` to a mean."""
+    counts = where[:, None].expand_as(values)
+    _add(sums, figure, torch.where(counts, values, 0.0), counts)
 
-    @staticmethod
-    def _ends_in_sinks(weights: Weights) -> bool:
-        """Whether keys beyond the queries' stand behind them, as attention sinks do: the first query of a causal layer shows it."""
-        queries, keys = weights.shape[2] // weights.windows, weights.shape[3]
-        if not 1 < queries < keys or weights.layer.kind != "decoder" or weights.windows > 1:
-            return False
-        return not bool(next(weights.blocks(1))[1][:, :, 0, 1:queries].any())
+
+def _add(sums: Sums, figure: str, values: Tensor, over: Tensor) -> None:
+    pair = torch.stack([doubled(t).sum(dim=(0, 2)) for t in (values, over)]).cpu()
+    sums[figure] = sums.get(figure, 0) + pair

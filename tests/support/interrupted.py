@@ -167,15 +167,14 @@ def load() -> None:
     import torch
     import transformers as tf
 
-    from headprune import latency
+    from headprune import latency, timing
     from headprune.app import finetune, finetune_run, report, workflow  # noqa: F401
-    from headprune.timing import decoding, shares
 
     torch.set_num_threads(1)
     for name in ("AutoTokenizer", "BertForSequenceClassification", "TrainingArguments"):
         getattr(tf, name)  # loaded when it is named
     latency.bench, latency.MIN_SECONDS = partial(latency.bench, min_runs=2, min_seconds=0.0), 0.0
-    shares.MIN_PASSES = decoding.MIN_ROUNDS = 1
+    timing.MIN_PASSES = 1
     matplotlib.figure.Figure.savefig = lambda self, path, **_: Path(path).write_bytes(b"")  # a third of the time
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from headprune.documents import Count, File
-from headprune.seeing.figures import HeadProfile
+from headprune.seeing import HeadProfile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

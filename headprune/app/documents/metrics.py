@@ -9,6 +9,7 @@ from typing import ClassVar
 from headprune.app.documents.run import Environment, Examples, Measured, Training
 from headprune.app.options import FinetuneOptions
 from headprune.budgets import Budget, Reading, kind_named
+from headprune.decoding import GenerationRow
 from headprune.documents import Beside, Count, File
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
@@ -16,7 +17,6 @@ from headprune.plan_search import ComparedOrder
 from headprune.planning.strategies import Effort, Work
 from headprune.repairing import Repair
 from headprune.surgery import Proof
-from headprune.timing import GenerationRow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,335 @@
-"""What people see of heads: profiles and samples as a document (heads.json), as pictures and in the terminal."""
+"""heads.json: what the heads do on a part of the data, or on a text or an image that somebody names, with samples to look at."""
 
-from headprune.app.seeing.cells import by_role, head_named, layer_of
-from headprune.app.seeing.inputs import of_image, of_text
-from headprune.app.seeing.looking import look, look_at
-from headprune.app.seeing.pictures import figure_of_all, figure_of_head
-from headprune.app.seeing.terminal import all_heads, figures_of, one_head, role_counts, role_table
+from __future__ import annotations
 
-__all__ = [
-    "all_heads", "by_role", "figure_of_all", "figure_of_head", "figures_of", "head_named", "layer_of", "look", "look_at", "of_image", "of_text", "one_head", "role_counts",
-    "role_table",
-]  # fmt: skip
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headprune.app.data import Part
+from headprune.app.documents import Heads, LayerProfile, Positions, Sample, SampleLayer
+from headprune.app.models import LoadedModel
+from headprune.app.pictures import as_uri
+from headprune.attention import AttentionLayer
+from headprune.batches import by_names
+from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import model_device, move, without_labels
+from headprune.running import quiet
+from headprune.seeing import HeadProfile, profile_heads
+from headprune.seeing.maps import Weights, collect, on_device
+from headprune.seeing.sequences import Grid, sequences_of
+
+_ANSWER = 24  # tokens of a text that an encoder-decoder writes
+_EXAMPLES = 64  # that profiles rest on, at most
+_WEIGHTS = 3e8  # attention weights that are looked at for them, about
+_LONGEST = 48  # positions of a sample whose rows are all held
+_ROWS = 6  # rows that are held of a longer one
+_BYTES = 1_400_000  # of all samples in the document
+_WIDE = 20  # positions that a sample has to have, for more than one to be shown
+_TITLE = 80  # characters
+
+
+# -- what is looked at -------------------------------------------------------------------------------
+
+
+def of_text(loaded: LoadedModel, text: str) -> dict[str, Any]:
+    """A text as a model takes it; an encoder-decoder's decoder reads what the model answers to it.
+
+    Raises:
+        HeadPruneError: The model takes no text, or the text has no tokens.
+    """
+    if loaded.task.modality != "text":
+        raise HeadPruneError(f"{loaded.name} is for {loaded.task.name}: it takes no text.", "Use --image or --dataset.")
+    inputs: dict[str, Any] = dict(loaded.processor(text, return_tensors="pt", truncation=True))
+    if not inputs["input_ids"].numel():
+        raise HeadPruneError("The text has no tokens.", "Give a longer one.")
+    model: Any = loaded.model
+    inputs = move(inputs, model_device(model))
+    if getattr(loaded.config, "is_encoder_decoder", False) and hasattr(model, "generate"):
+        with torch.no_grad():
+            inputs["decoder_input_ids"] = model.generate(**inputs, max_new_tokens=_ANSWER, do_sample=False, num_beams=1)
+    return inputs
+
+
+def of_image(loaded: LoadedModel, path: Path) -> dict[str, Any]:
+    """An image file as a model takes it.
+
+    Raises:
+        HeadPruneError: The model takes no images; there is no such file, or it is no image.
+    """
+    from PIL import Image
+
+    if loaded.task.modality != "image":
+        raise HeadPruneError(f"{loaded.name} is for {loaded.task.name}: it takes no image.", "Use --text or --dataset.")
+    try:
+        with Image.open(path) as opened:
+            image = opened.convert("L" if getattr(loaded.config, "num_channels", 3) == 1 else "RGB")
+    except FileNotFoundError:
+        raise HeadPruneError(f"There is no file {path}.", "Give an image file.") from None
+    except Exception as error:
+        raise HeadPruneError(
+            f"{path} cannot be read as an image: {first_line(error)}.", "Give a PNG or JPEG."
+        ) from error
+    return dict(loaded.processor(images=image, return_tensors="pt"))
+
+
+def look(loaded: LoadedModel, part: Part, layers: Sequence[AttentionLayer], seed: int = 0) -> Heads:
+    """What the heads do on some examples of a part, and in a few samples of it.
+
+    Raises:
+        HeadPruneError: No layer's weights can be seen.
+    """
+    longest, count = _sample_size(layers)
+    samples = _samples(part, longest, count, getattr(loaded.processor, "all_special_ids", []))
+    return _document(loaded, layers, list(_batches(part, layers)), samples, longest, seed)
+
+
+def look_at(loaded: LoadedModel, inputs: dict[str, Any], layers: Sequence[AttentionLayer], seed: int = 0) -> Heads:
+    """What the heads do in one input, which has one example.
+
+    Raises:
+        HeadPruneError: No layer's weights can be seen.
+    """
+    return _document(loaded, layers, [inputs], [(inputs, False)], _LONGEST, seed)
+
+
+def _batches(part: Part, layers: Sequence[AttentionLayer]) -> Iterator[dict[str, Tensor]]:
+    """Batches of examples of all lengths, as many as can be looked at soon."""
+    order, lengths = part.order(), part.lengths()
+    heads = sum(layer.num_heads for layer in layers)
+    middle = lengths[order[len(order) // 2]]
+    count = min(len(order), _EXAMPLES, max(2, int(_WEIGHTS / (heads * max(middle, 14) ** 2))))
+    chosen = [order[i * len(order) // count] for i in range(count)]
+    size = min(8, part.batch_size)
+    for start in range(0, count, size):
+        yield part.collate([part.features[i] for i in chosen[start : start + size]])
+
+
+def _sample_size(layers: Sequence[AttentionLayer]) -> tuple[int, int]:
+    """Positions of a sample whose rows are all held, and how many samples there are, so that the document stays small."""
+    heads = sum(layer.num_heads for layer in layers)
+    sizes = [(min(_LONGEST, int((_BYTES * 0.75 / count / heads) ** 0.5)), count) for count in (3, 2, 1)]
+    return next((size for size in sizes if size[0] >= _WIDE), sizes[-1])
+
+
+def _samples(part: Part, most: int, count: int, special: Sequence[int]) -> list[tuple[Any, bool]]:
+    """A few examples, and whether they were cut to be shown: texts that can be shown whole, if there are any."""
+    order, lengths = part.order(), part.lengths()
+    if short := [i for i in order if 4 <= lengths[i] <= most]:
+        wanted = [most * (k + 1) // (count + 1) if count > 1 else most * 2 // 3 for k in range(count)]
+        chosen = [min(short, key=lambda i: abs(lengths[i] - n)) for n in wanted]
+    else:
+        chosen = [order[i * len(order) // count] for i in range(count)]
+    return [_cut(part.collate([part.features[i]]), most, special) for i in dict.fromkeys(chosen)]
+
+
+def _cut(inputs: dict[str, Tensor], most: int, special: Sequence[int]) -> tuple[dict[str, Tensor], bool]:
+    """An example with texts of so many tokens at most, and whether that is not all. A special token at the end stays there."""
+    ids, short = inputs.get("input_ids"), dict(inputs)
+    ends = ids is not None and int(ids[0, -1]) in special
+    for name, t in inputs.items():
+        if t.ndim == 2 and t.shape[1] > most and (ids is not None or name == "labels"):
+            whole = ids is not None and t.shape == ids.shape and ends
+            short[name] = torch.cat([t[:, : most - 1], t[:, -1:]], dim=1) if whole else t[:, :most]
+    return short, any(short[name] is not t for name, t in inputs.items())
+
+
+# -- the document ------------------------------------------------------------------------------------
+
+
+def _document(
+    loaded: LoadedModel, layers: Sequence[AttentionLayer], batches: Sequence[Any], samples: Sequence[tuple[Any, bool]],
+    longest: int, seed: int,
+) -> Heads:  # fmt: skip
+    started = time.monotonic()
+    separators = [getattr(owner, "sep_token_id", None) for owner in (loaded.processor, loaded.config)]
+    known = {token for token in separators if isinstance(token, int)}
+    profiles = profile_heads(loaded.model, batches, layers, separators=known, seed=seed)
+    seen = [layer for layer in layers if layer.name not in profiles.unseen]
+    shown = [_sample(loaded, seen, inputs, profiles.grid, cut, longest) for inputs, cut in samples]
+    return Heads(
+        examples=profiles.examples,
+        tokens=profiles.tokens,
+        repeated=profiles.repeated,
+        unit="tokens" if profiles.grid is None else "patches",
+        layers=tuple(
+            LayerProfile(
+                name=layer.name, index=layer.index, kind=layer.kind, heads=tuple(map(_rounded, profiles[layer.name])),
+                unseen=profiles.unseen.get(layer.name, ""),
+            )
+            for layer in layers
+        ),
+        samples=tuple(sample for sample in shown if sample.layers),
+        seconds=round(time.monotonic() - started, 2),
+    )  # fmt: skip
+
+
+def _rounded(profile: HeadProfile) -> HeadProfile:
+    short: dict[str, Any] = {k: round(v, 5) for k, v in asdict(profile).items() if isinstance(v, float)}
+    return replace(profile, **short)
+
+
+def _sample(
+    loaded: LoadedModel, layers: Sequence[AttentionLayer], inputs: Any, grid: Grid | None, cut: bool, longest: int
+) -> Sample:
+    """One example as the heads see it."""
+    inputs = on_device(loaded.model, without_labels(loaded.model, inputs))
+    texts, title = _texts(loaded, inputs)
+    image = next((t[0] for t in inputs.values() if grid and t.ndim == 4 and t.is_floating_point()), None)
+    picture = None if image is None else as_uri(image)
+    positions: dict[str, Positions] = {}
+    held: dict[int, SampleLayer] = {}
+
+    def keep(weights: Weights) -> None:
+        index, queries, keys = weights.layer.index, weights.shape[2] // weights.windows, weights.shape[3]
+        if not weights.ordered or index in held:  # a layer that runs again
+            return
+        named = _tokens(weights, texts) if grid is None else _patches(weights, grid, picture)
+        if named is None:
+            return
+        positions.update(named)
+        (ours, _), (theirs, at_keys) = named
+        rows = None if max(queries, keys) <= longest else _some_rows(queries, grid)
+        table = weights.whole()[0]
+        if weights.windows > 1:  # the mean over windows
+            table = torch.stack(table.chunk(weights.windows, dim=1)).mean(dim=0)
+        table = table if rows is None else table[:, list(rows)]
+        table = table[..., : len(at_keys.labels)]  # without sinks
+        held[index] = SampleLayer.packed(index, table.cpu().float().numpy(), ours, theirs, rows)
+
+    with quiet(loaded.model), torch.no_grad():
+        collect(loaded.model, layers, inputs, 1, keep)
+    return Sample(title=title, positions=positions, layers=tuple(held.values()), shortened=cut)
+
+
+Named = tuple[str, Positions]
+
+
+def _texts(loaded: LoadedModel, inputs: Any) -> tuple[dict[str, Positions], str]:
+    """The tokens of the texts that the model reads, by name, and a title; none for a model that reads no text."""
+    sequences = sequences_of(loaded.model, inputs, by_names(inputs))
+    tokenizer, source = loaded.processor, sequences.source
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        return {}, ""
+    pair = source is not sequences.target
+    known = {"source": source, "target": sequences.target} if pair else {"input": source}
+    texts = {
+        name: Positions(labels=token_labels(sequence.ids[0].tolist(), tokenizer))
+        for name, sequence in known.items()
+        if sequence.ids is not None
+    }
+    if source.ids is None:
+        return texts, ""
+    text = tokenizer.decode(source.ids[0].tolist(), skip_special_tokens=True)
+    title = " ".join(printable(text.strip()).replace("·", " ").split())
+    return texts, title if len(title) <= _TITLE else f"{title[:_TITLE]}…"
+
+
+def _tokens(weights: Weights, texts: dict[str, Positions]) -> tuple[Named, Named] | None:
+    """The texts at a layer's queries and keys, with their names; None where they are not known."""
+    kind, queries, keys = weights.layer.kind, weights.shape[2] // weights.windows, weights.shape[3]
+    ours = ("source" if kind == "encoder" else "target") if "source" in texts else "input"
+    theirs = "source" if kind == "cross" else ours
+    if ours not in texts or theirs not in texts:
+        return None
+    width = len(texts[theirs].labels)
+    if len(texts[ours].labels) != queries or keys < width or (keys > width and kind != "decoder"):
+        return None
+    return (ours, texts[ours]), (theirs, texts[theirs])
+
+
+def _patches(weights: Weights, grid: Grid, picture: str | None) -> tuple[Named, Named] | None:
+    """The patches at a layer's queries and keys, with their names; None where they are not known."""
+    named = []
+    for count in (weights.shape[2] // weights.windows, weights.shape[3]):
+        own = grid.of(count)
+        if own is None:
+            return None
+        whole = weights.windows == 1
+        name = ("input" if own == grid else f"{own.rows} x {own.columns} patches") if whole else "window"
+        before = ["[CLS]", *(f"[{i}]" for i in range(1, own.before))][: own.before]
+        patches = [f"{r},{c}" for r in range(own.rows) for c in range(own.columns)]
+        shown = picture if whole else None
+        named.append((name, Positions(labels=(*before, *patches), grid=(own.rows, own.columns), image=shown)))
+    return named[0], named[1]
+
+
+def _some_rows(count: int, whole: Grid | None) -> tuple[int, ...]:
+    """A few positions: the first, and others spread over the rest, in the middle of an image's rows."""
+    grid = whole.of(count) if whole is not None else None
+    if grid is None:
+        return tuple(sorted({i * (count - 1) // (_ROWS - 1) for i in range(_ROWS)}))
+    places = [(1, 1), (1, 3), (2, 2), (3, 1), (3, 3)]
+    patches = [grid.before + (grid.rows * r // 4) * grid.columns + grid.columns * c // 4 for r, c in places]
+    return tuple(dict.fromkeys([0, *patches]))
+
+
+def token_labels(ids: list[int], tokenizer: Any) -> tuple[str, ...]:
+    """Tokens as text, each with what cannot be seen or printed made visible; a space before it is ``·``."""
+    labels = []
+    for token in ids:
+        text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        if not text or "\ufffd" in text:  # a part of a letter, or something that stands for nothing
+            text = str(tokenizer.convert_ids_to_tokens(token))
+        elif not text.startswith(" ") and str(tokenizer.convert_ids_to_tokens(token)).startswith(("▁", "Ġ")):
+            text = f" {text}"  # some tokenizers drop it where a text begins
+        labels.append(printable(text))
+    return tuple(labels)
+
+
+def printable(text: str) -> str:
+    """A text in one line, without what would steer a terminal.
+
+    >>> printable(" a\\tb\\x1b[1m"), printable("\\n")
+    ('·a→b␛[1m', '⏎')
+    """
+    shown = {"\n": "⏎", "\t": "→", "\r": "␍", " ": "·"}
+    return "".join(shown.get(c, c if c.isprintable() else chr(0x2400 + ord(c)) if ord(c) < 32 else "�") for c in text)
+
+
+# -- what is in it -----------------------------------------------------------------------------------
+
+
+def head_named(heads: Heads, text: str) -> tuple[LayerProfile, int]:
+    """The layer and the number of a head such as ``L3.H7``.
+
+    Raises:
+        HeadPruneError: There is no such head, or it cannot be seen.
+    """
+    match = re.fullmatch(r"L(\d+)\.H(\d+)", text.strip(), re.IGNORECASE)
+    layer = next((a for a in heads.layers if match and a.index == int(match[1])), None)
+    if match is None or layer is None:
+        there = ", ".join(f"L{a.index}" for a in heads.layers)
+        raise HeadPruneError(f"{text!r} is no head of this model.", f"Write it as L3.H7; the layers are {there}.")
+    if layer.unseen:
+        raise HeadPruneError(f"{text}: {layer.unseen}", "Choose another layer.")
+    if int(match[2]) >= len(layer.heads):
+        raise HeadPruneError(
+            f"Layer L{layer.index} has no head {match[2]}.", f"It has {len(layer.heads)}: 0 to {len(layer.heads) - 1}."
+        )
+    return layer, int(match[2])
+
+
+def layer_of(sample: Sample, index: int) -> SampleLayer | None:
+    """A sample's layer by its index; None where it was not seen."""
+    return next((layer for layer in sample.layers if layer.layer == index), None)
+
+
+def by_role(heads: Heads) -> list[tuple[str, list[tuple[str, int]], str]]:
+    """The roles, those of most heads first: the heads that have it (layer name, number), and the one that shows it best, in words."""
+    members: dict[str, list[tuple[LayerProfile, int]]] = {}
+    for layer in heads.layers:
+        for h, profile in enumerate(layer.heads):
+            members.setdefault(profile.role, []).append((layer, h))
+    roles = []
+    for role, of_role in sorted(members.items(), key=lambda item: -len(item[1])):
+        layer, h = max(of_role, key=lambda head: head[0].heads[head[1]].clarity)
+        addresses = [(layer.name, h) for layer, h in of_role]
+        roles.append((role, addresses, f"L{layer.index}.H{h}: {layer.heads[h].because}"))
+    return roles

@@ -1,22 +1,21 @@
-"""Attention as pictures."""
+"""Attention as tables of numbers, and these as pictures."""
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headprune.app.documents import Heads, Positions, Sample, SampleLayer
-from headprune.app.pictures import new_figure
-from headprune.app.seeing.cells import cells, layer_of, resized
+from headprune.app.pictures import from_uri, new_figure
+from headprune.app.seeing import layer_of
 from headprune.seeing.roles import MIXED, RULES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
 
 # The frame around a head: one colour for a family of roles; Okabe and Ito's, which colour-blind readers can tell apart.
 _COLOURS = {
@@ -25,6 +24,30 @@ _COLOURS = {
     "rare words": "#CC79A7", "broad": "#E69F00", "near": "#332288", MIXED: "#bbbbbb",
 }  # fmt: skip
 _CELL, _FRAME, _GAP = 44, 3, 5  # pixels
+
+
+def cells(sample: Sample, layer: SampleLayer) -> NDArray[np.float32]:
+    """A table for each head: queries by keys; for an image whose rows are not all held, its patches as the first position sees
+    them, each head scaled to its largest weight.
+    """
+    weights = layer.unpacked()
+    grid = sample.positions[layer.keys].grid
+    if layer.rows is None or grid is None:
+        return weights
+    patches = weights[:, 0, -grid[0] * grid[1] :]
+    scaled: NDArray[np.float32] = patches / np.maximum(patches.max(axis=1, keepdims=True), 1e-9)
+    return scaled.reshape(-1, *grid)
+
+
+def resized(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
+    """A table with other numbers of rows and columns; each new cell has the largest value of those it covers, so a line stays visible."""
+    for axis, wanted in ((0, rows), (1, columns)):
+        have = table.shape[axis]
+        if wanted >= have:
+            table = np.take(table, np.arange(wanted) * have // wanted, axis=axis)
+        else:
+            table = np.maximum.reduceat(table, np.arange(wanted) * have // wanted, axis=axis)
+    return table
 
 
 def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]] | None = None) -> Figure:
@@ -79,7 +102,7 @@ def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]
 def legend_of(roles: Sequence[str]) -> dict[str, str]:
     """What each colour means, and how many heads have it. Roles of one colour share an entry: nobody could tell two apart."""
     families: dict[str, list[str]] = {}
-    for role in (*(rule.role for rule in RULES), MIXED):
+    for role in dict.fromkeys((*(rule.role for rule in RULES), MIXED)):
         if role in roles:
             families.setdefault(_COLOURS[role], []).append(f"{role} ({roles.count(role)})")
     return {colour: ", ".join(names) for colour, names in families.items()}
@@ -109,7 +132,7 @@ def _figure_of_patches(queries: Positions, keys: Positions, rows: Sequence[int],
     count = keys.grid[0] * keys.grid[1]
     figure, axes = new_figure(2.2 * (len(rows) + 1), 2.9, columns=len(rows) + 1)
     if keys.image:
-        axes[0].imshow(_decoded(keys.image), cmap="gray")
+        axes[0].imshow(from_uri(keys.image), cmap="gray")
     axes[0].set_title("the image", fontsize=8)
     top = float(weights[:, -count:].max()) or 1.0
     for axis, row, row_weights in zip(axes[1:], rows, weights, strict=True):
@@ -130,12 +153,6 @@ def _shade(table: Any) -> Any:
     from matplotlib import colormaps
 
     return colormaps["Blues"](np.sqrt(np.clip(table, 0, 1)))[..., :3]
-
-
-def _decoded(uri: str) -> Any:
-    from PIL import Image
-
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))
 
 
 def _titled(axis: Axes, title: str) -> None:

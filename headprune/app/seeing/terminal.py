@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headprune.app.documents import Heads, Sample, SampleLayer
-from headprune.app.seeing.cells import by_role, cells, layer_of, resized
+from headprune.app.seeing import by_role, layer_of
+from headprune.app.seeing.pictures import cells, resized
 from headprune.seeing import HeadProfile
 from headprune.seeing.roles import MIXED, RULES, UNKNOWN
 

@@ -11,12 +11,13 @@ from headprune import latency
 from headprune.app.documents import DISTURBED, Latencies, TimeParts
 from headprune.app.workflow.scene import Console, Scene
 from headprune.attention import AttentionLayer, Heads
+from headprune.decoding import GenerationRow, benchmark_generation
 from headprune.errors import HeadPruneError
 from headprune.inputs import writes
 from headprune.latency import LatencyRow
 from headprune.offload import copied
 from headprune.surgery import prune
-from headprune.timing import GenerationRow, breakdown, generation
+from headprune.timing import breakdown
 
 NO_HEADS = "no heads"
 """The name of the model without prunable heads."""
@@ -56,7 +57,7 @@ def time_parts(
         timed: What passes took when the models were timed in turn, the dense model first. Passes that take much longer or shorter
             are measured again, up to `_TRIES` times: on a busy machine a few passes say little. The nearest are kept.
     """
-    found, plans = [], {**plans, NO_HEADS: _everything(layers)}
+    plans, rows = {**plans, NO_HEADS: _everything(layers)}, []
     with console.track("where the time goes") as progress:
         for i, (batch, length, example) in enumerate(shapes):
             tries: list[TimeParts] = []
@@ -73,19 +74,19 @@ def time_parts(
                         stand_ins=parts.stand_ins,
                     )
                 )
-            found.append(min(tries, key=lambda row: row.factor_from(timed)))
+            rows.append(min(tries, key=lambda row: row.factor_from(timed)))
             progress(i + 1, len(shapes))
-    return tuple(found)
+    return tuple(rows)
 
 
 def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: Console) -> tuple[GenerationRow, ...]:
-    """How fast the dense and the pruned models write; [] where they do not."""
+    """How fast the dense and the pruned models write; () where they do not."""
     rows: list[GenerationRow] = []
     if not writes(next(iter(models.values()))):
         return ()
     with console.track("writing tokens") as progress:
         for i, (_, _, example) in enumerate(prompts):
-            row = generation(models, example)
+            row = benchmark_generation(models, example)
             if row is None:
                 return ()
             rows.append(row)

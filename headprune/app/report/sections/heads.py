@@ -25,7 +25,8 @@ from headprune.app.report.content import (
     notes_by_size,
 )
 from headprune.app.report.numbers import with_error
-from headprune.app.seeing import by_role, figure_of_all
+from headprune.app.seeing import by_role
+from headprune.app.seeing.pictures import figure_of_all
 from headprune.scoring import METHODS
 from headprune.scoring.scores import HeadScores, agreements, chance
 

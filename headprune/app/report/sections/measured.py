@@ -12,10 +12,10 @@ from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Block, Bullets, Section, Strong, Table, notes_by_size
 from headprune.latency import WARM_UP, LatencyRow
 from headprune.repairing.steps import STEPS
-from headprune.timing.parts import ATTENTION, LAUNCH, PROJECTIONS
+from headprune.timing import ATTENTION, LAUNCH, PROJECTIONS
 
 if TYPE_CHECKING:
-    from headprune.timing import GenerationRow
+    from headprune.decoding import GenerationRow
 
 
 def other_data(run: Run, metrics: Metrics) -> Section | None:

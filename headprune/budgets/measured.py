@@ -1,12 +1,12 @@
-"""A budget of lost accuracy, or of added perplexity."""
+"""Budgets of what must be measured: the time of a forward pass, and the accuracy that is lost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from headprune.budgets.base import Budget, Fit, Reading, budget
+from headprune.budgets.base import Budget, Fit, Limit, PlanCost, Reading, budget
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
@@ -15,7 +15,49 @@ if TYPE_CHECKING:
     from headprune.planning import Order
     from headprune.plans import PruningPlan
 
-PARTS = 8  # into how many parts a search for a drop cuts its range each time
+_GRID = 8  # parts into which a search for a drop cuts its range each time
+
+
+@budget("latency")
+class LatencyLimit(Limit):
+    """End-to-end time of a forward pass, the dense model's turn and the pruned one's alternating."""
+
+    flag = "--target-latency"
+    help = "Time of a forward pass, timed on this device: 12.5 (ms) or 80%."
+    example = "12.5ms or 80%"
+    limits = "latency"
+    unit = "ms"
+    suffixes: ClassVar = {"": 1, "ms": 1, "s": 1000}
+    timed = True
+
+    def show(self, amount: float) -> str:
+        return super().show(amount) if self.relative else f"{amount:.4g} ms"
+
+    def cost(self, subject: Subject) -> PlanCost:
+        from headprune import latency
+        from headprune.parallel import current
+
+        inputs = [(*latency.example_shape(subject.inputs), subject.inputs)]
+
+        def timed(plan: PruningPlan, runs: int, seconds: float) -> Reading:
+            if not plan.drop and self.relative:
+                return Reading.exact(1.0)
+            models = {"dense": subject.model, "pruned": subject.pruned(plan)}
+            # Of several ranks one times, while the others wait.
+            (row,) = current().first(
+                "timing", lambda: latency.bench(models, inputs, min_runs=runs, min_seconds=seconds)
+            )
+            if self.relative:
+                speedup = row.speedups["pruned"]
+                return Reading(1 / speedup.ratio, 1 / speedup.high, 1 / speedup.low)
+            timing = row.timings["pruned"]
+            return Reading(timing.median, timing.low, timing.high)
+
+        # The search may err: the plan that it chooses is timed again, for as long as what is reported.
+        return PlanCost(
+            lambda plan: timed(plan, latency.MIN_RUNS // 2, latency.MIN_SECONDS / 4),
+            lambda plan: timed(plan, latency.MIN_RUNS, latency.MIN_SECONDS),
+        )
 
 
 @budget("drop")
@@ -38,18 +80,14 @@ class Drop(Budget):
 
     def check(self) -> None:
         if self.amount >= 1:
+            percent = f"; did you mean {self.text}%?" if self.amount < 100 and not self.text.endswith("%") else ""
             raise HeadPruneError(
                 f"{self.flag} {self.text} allows to lose all accuracy, or to double the perplexity, so it asks for nothing.",
-                f"Write a share of 1, or a percentage: 0.01 or 1% is one point{self._percent()}.",
+                f"Write a share of 1, or a percentage: 0.01 or 1% is one point{percent}.",
             )
 
-    def check_dense(self, subject: Subject) -> None:
-        """Every dense model loses nothing."""
-
-    def _percent(self) -> str:
-        return f"; did you mean {self.text}%?" if self.amount < 100 and not self.text.endswith("%") else ""
-
     def fit(self, order: Order, subject: Subject) -> Fit:
+        assert subject.change is not None
         return self.fewest_heads(order, subject.change)
 
     def fewest_heads(self, order: Order, change: Callable[[PruningPlan], Change]) -> Fit:
@@ -77,7 +115,7 @@ class Drop(Budget):
         while failed - held > 1:
             # The first range ends at the last plan, which may hold; later ones end at one that failed.
             end = min(failed, len(order.steps))
-            for steps in sorted({held + max(1, round((end - held) * part / PARTS)) for part in range(1, PARTS + 1)}):
+            for steps in sorted({held + max(1, round((end - held) * part / _GRID)) for part in range(1, _GRID + 1)}):
                 if loss(steps).high > self.amount:
                     failed = steps
                     break
@@ -87,19 +125,15 @@ class Drop(Budget):
         return Fit(replace(order.after(held), budget=str(self)), self, losses[held])
 
     def _out_of_reach(self, order: Order, losses: dict[int, Reading]) -> HeadPruneError:
-        smallest = min(losses, key=lambda n: losses[n].high, default=0)
-        if smallest == 0:
+        if not losses:
             return HeadPruneError("No head can go.", "; ".join(order.stays))
-        plan = order.after(smallest)
+        smallest = min(losses, key=lambda n: losses[n].high)
+        plan, least = order.after(smallest), losses[smallest]
+        nearest = f"The nearest that can be met is {self.at_least(least.high)}; more" if least.high < 1 else "More"
         return HeadPruneError(
             f"{self.flag} {self.text} is out of reach: with {plan.kept} of {plan.total} heads the loss is "
-            f"{losses[smallest].value:.4f}, and with 95 % confidence no more than {losses[smallest].high:.4f}.",
-            (
-                f"The nearest that can be met is {self.at_least(high)}; more"
-                if (high := losses[smallest].high) < 1
-                else "More"
-            )
-            + " examples narrow the interval.",
+            f"{least.value:.4f}, and with 95 % confidence no more than {least.high:.4f}.",
+            f"{nearest} examples narrow the interval.",
         )
 
     def show(self, amount: float) -> str:

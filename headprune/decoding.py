@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -43,11 +41,8 @@ class GenerationRow:
     tokens_per_second: dict[str, float]
     cache: dict[str, float]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def generation(
+def benchmark_generation(
     models: Mapping[str, nn.Module],
     example: Mapping[str, Any],
     *,
@@ -69,70 +64,53 @@ def generation(
     dense = next(iter(models.values()))
     if not writes(dense) or not isinstance(example, Mapping):
         return None
-    given = _prompt(dense, example)
+    prompt = _prompt(dense, example)
     most = getattr(dense.config, "max_position_embeddings", None) or 10**9
-    tokens = given["decoder_input_ids" if is_encoder_decoder(dense) else "input_ids"]
+    tokens = prompt["decoder_input_ids" if is_encoder_decoder(dense) else "input_ids"]
     new = min(new, most - tokens.shape[1])
-    cache = {name: latency.cache_bytes(model, given) for name, model in models.items()}
-    if new < 1 or any(size is None for size in cache.values()):
+    sizes = {name: latency.cache_bytes(model, prompt) for name, model in models.items()}
+    cache = {name: size for name, size in sizes.items() if size is not None}
+    if new < 1 or len(cache) < len(models):
         return None
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     with ExitStack() as stack:
         for model in models.values():
             stack.enter_context(evaluating(model))
-        arms = {name: _writer(model, given, new, times[name]) for name, model in models.items()}
+        arms = {name: _writer(model, prompt, new, times[name]) for name, model in models.items()}
         rounds = latency.in_turn(arms, min_rounds, latency.MIN_SECONDS if min_seconds is None else min_seconds)
     # The rounds after the warm-up.
-    prefill, step = ({name: [pair[i] for pair in times[name][-len(rounds[name]) :]] for name in models} for i in (0, 1))
-    first, *others = models
+    first, step = ({name: [pair[i] for pair in times[name][-len(rounds[name]) :]] for name in models} for i in (0, 1))
+    prefill, prefill_speedups = latency.compared(first)
+    token, token_speedups = latency.compared(step)
     batch, length = latency.example_shape(example)
-    return GenerationRow(
-        batch,
-        length,
-        new,
-        prefill={name: latency.timing(took) for name, took in prefill.items()},
-        token={name: latency.timing(took) for name, took in step.items()},
-        prefill_speedups={name: latency.speedup(prefill[first], prefill[name]) for name in others},
-        token_speedups={name: latency.speedup(step[first], step[name]) for name in others},
-        tokens_per_second={name: 1000 * batch / float(np.median(took)) for name, took in step.items()},
-        cache={name: size for name, size in cache.items() if size is not None},
-    )
+    speed = {name: 1000 * batch / timing.median for name, timing in token.items()}
+    return GenerationRow(batch, length, new, prefill, token, prefill_speedups, token_speedups, speed, cache)
 
 
 def _prompt(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
     """What the first pass takes: an example without labels; for encoder-decoders with the first token of the answer."""
-    given = {k: v for k, v in example.items() if k not in LABELS and not k.startswith("decoder_")}
+    prompt = {k: v for k, v in example.items() if k not in LABELS and not k.startswith("decoder_")}
     if is_encoder_decoder(model):
-        rows = latency.example_shape(given)[0]
+        rows = latency.example_shape(prompt)[0]
         start = getattr(model.config, "decoder_start_token_id", None) or 0
-        given["decoder_input_ids"] = torch.full((rows, 1), start)
-    moved: dict[str, Any] = move(given, model_device(model))
-    return moved
+        prompt["decoder_input_ids"] = torch.full((rows, 1), start)
+    return dict(move(prompt, model_device(model)))
 
 
 def _writer(
-    model: nn.Module, given: Mapping[str, Any], new: int, times: list[tuple[float, float]]
+    model: nn.Module, prompt: Mapping[str, Any], new: int, times: list[tuple[float, float]]
 ) -> Callable[[], float]:
-    """A function that writes ``new`` tokens; it notes (milliseconds of the prompt, of a step), and gives those of all."""
+    """A function that writes ``new`` tokens; it notes (milliseconds of the prompt, of a step), and returns those of all."""
     device = model_device(model)
-
-    def clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # by itself it waits for the current device, which may be another
-        elif device.type != "cpu":
-            torch.get_device_module(device).synchronize()
-        return time.perf_counter() * 1000
 
     def write() -> float:
         with torch.inference_mode():
-            begin = clock()
-            output = call(model, given, use_cache=True)
-            step = _next(output, given)
-            middle = clock()
+            begin = latency.clock(device)
+            step = _next(call(model, prompt, use_cache=True), prompt)
+            middle = latency.clock(device)
             for _ in range(new):
-                output = call(model, step, use_cache=True)
-                step = _next(output, step)
-            end = clock()
+                step = _next(call(model, step, use_cache=True), step)
+            end = latency.clock(device)
         times.append((middle - begin, (end - middle) / new))
         return end - begin
 
@@ -140,13 +118,13 @@ def _writer(
 
 
 def _next(output: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The input of the next step: the likeliest token, the cache, and what the tokens before may be looked at by."""
+    """The input of the next step: the likeliest token, the cache, and which tokens before may be looked at."""
     token = output.logits[:, -1:].argmax(-1)
+    step: dict[str, Any] = {"past_key_values": output.past_key_values}
     mask = given.get("attention_mask")
-    following: dict[str, Any] = {"past_key_values": output.past_key_values}
     if (encoded := getattr(output, "encoder_last_hidden_state", None)) is not None:
-        following |= {"encoder_outputs": (encoded,), "decoder_input_ids": token}
+        step |= {"encoder_outputs": (encoded,), "decoder_input_ids": token}
     else:
-        following["input_ids"] = token
+        step["input_ids"] = token
         mask = mask if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-    return following if not isinstance(mask, Tensor) else {**following, "attention_mask": mask}
+    return {**step, "attention_mask": mask} if isinstance(mask, Tensor) else step
