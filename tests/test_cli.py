@@ -177,54 +177,6 @@ def test_json_is_all_of_stdout(here: Path, bert_folder: Path, data_folder: Path)
     assert "Data:" in result.stderr
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["score", "{bert}"], "No dataset was given. Name one with -d"),
-    (["score", "nobody/nothing", "-d", "{data}"], "no model 'nobody/nothing'"),
-    (["score", "{data}", "-d", "{data}"], "without a config.json"),
-    (["score", "{bert}", "-d", "nobody/nothing"], "no dataset 'nobody/nothing'"),
-    (["score", "{bert}", "-d", "{data}", "-m", "guess"], "no scoring method 'guess'"),
-    (["score", "{bert}", "-d", "{data}", "--text-column", "body"], "no column 'body'"),
-    (["score", "{bert}", "-d", "{data}", "--task", "cooking"], "no task 'cooking'"),
-    (["score", "{bert}", "-d", "{data}", "--task", "masked-lm"], "was not trained for masked-lm"),
-    (["score", "{bert}", "-d", "{data}", "--device", "cuda"], "no CUDA device"),
-    (["score", "{bert}", "-d", "{data}", "--dtype", "int3"], "no dtype 'int3'"),
-    (["score", "{bert}", "-d", "{data}", "-o", "{data}"], "exists and is not empty"),
-    (["prune"], "How many heads to keep?"),
-    (["prune", "--keep", "4"], "There are no scores in reports"),
-    (["prune", "--keep", "4", "--scores", "{data}"], "no file .*scores.json"),
-    (["prune", "{bert}", "--keep", "0", "-d", "{data}", "-L", "10"], "leaves no head"),
-    (["prune", "{bert}", "--keep", "9", "-d", "{data}", "-L", "10"], "more than all 8 heads"),
-    (["report", "{data}"], "is not a run.s folder"),
-    (["inspect", "nobody/nothing"], "no model"),
-    (["bench", "{bert}", "{llama}"], "Compare alike"),
-    (["bench", "{bert}", "{bert}", "--lengths", "long"], "no list of numbers"),
-])  # fmt: skip
-def test_mistakes_get_one_line(
-    arguments: list[str], message: str, here: Path, bert_folder: Path, llama_folder: Path, data_folder: Path
-) -> None:
-    given = [a.format(bert=bert_folder, data=data_folder, llama=llama_folder) for a in arguments]
-    result = run(*given, code=1)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
-    assert len(lines) == 1
-    import re
-
-    assert re.search(message, lines[0]), lines[0]
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-    assert not list(here.rglob("*"))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    ["{", '{"headprune": "scores", "schema": 1, "layers": [], "scores": [{}]}', '{"headprune": "scores", "schema": 9}'],
-)
-def test_damaged_scores(damage: str, scored: Path) -> None:
-    (scored / "scores.json").write_text(damage)
-    result = run("prune", "-k", 4, "--scores", scored, code=1)
-    assert "scores.json" in result.stderr
-    assert not (scored / "metrics.json").exists()
-
-
 def test_scores_of_other_data_or_seed_are_refused(scored: Path) -> None:
     assert "Leave out --seed, or score again" in run("prune", "-k", 4, "--seed", 1, code=1).stderr
 
@@ -477,12 +429,6 @@ def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> No
     assert "no standard error: none from one training run" in (here / "b" / "report.md").read_text()
     run(*PRUNE, "50%", "--scores", "b", "-o", "c")
     assert json.loads((here / "c" / "metrics.json").read_text())["budgets"][0]["kept"] == 4
-
-
-@pytest.mark.parametrize("text", ["lots", "-3GB", "0", ""])
-def test_a_wrong_amount_of_memory(text: str, here: Path, bert_folder: Path, data_folder: Path) -> None:
-    result = run("score", bert_folder, "-d", data_folder, "-m", f"ablation:memory={text}", code=1)
-    assert "4GB" in result.stderr
 
 
 def test_the_list_of_methods(here: Path) -> None:

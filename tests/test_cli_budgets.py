@@ -24,7 +24,7 @@ def _counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(latency, "timer", arm)
     monkeypatch.setattr(latency, "MIN_SECONDS", 0.0)
-    monkeypatch.setattr("headprune.app.workflow.timing._shapes", lambda scene: [(2, 8)])
+    monkeypatch.setattr("headprune.app.workflow.scene._shapes", lambda scene: [(2, 8)])
 
 
 def budget_of(folder: Path) -> dict[str, Any]:

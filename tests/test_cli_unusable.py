@@ -18,7 +18,7 @@ import headprune as hp
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.models import load_model
 from headprune.cli import app
-from headprune.cli.ending import Patient
+from headprune.cli.session import Patient
 from tests.support import zoo
 from tests.support.commands import run, runner
 from tests.support.folders import WORDS, sentences, write_jsonl
@@ -257,7 +257,7 @@ def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
         raise AssertionError("the long work began")
 
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
-    for step in ("scoring.score", "results.evaluate", "targets.arrange"):
+    for step in ("scoring.score", "results.evaluate", "search.arrange"):
         monkeypatch.setattr(f"headprune.app.workflow.{step}", long)
     for more in ((), ("--dry-run",)):
         error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
@@ -339,9 +339,3 @@ def test_json_to_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("sys.stdout", None)  # what Python makes of `>&-`
     Console(as_json=True).document({"a": 1})
-
-
-def test_a_device_map_of_a_hundred_thousand_levels(bert_folder: Path, data_folder: Path, here: Path) -> None:
-    Path("map.json").write_text("[" * 100_000)
-    said = run("prune", bert_folder, "-d", data_folder, "-k", 4, "--device-map", "map.json", code=1).stderr
-    assert "map.json is no device map" in " ".join(said.split())

@@ -19,9 +19,8 @@ from headprune.errors import HeadPruneError, check_link, check_text, check_writa
 from headprune.exporting import gguf, onnx, stock
 from headprune.exporting.engines import bench_files, is_exported, time_onnx
 from headprune.exporting.formats import FORMATS, Exported, Format, exporter, format_named
-from headprune.files import atomic_folder
+from headprune.files import atomic_folder, locked
 from headprune.inputs import check_model
-from headprune.locks import locked
 from headprune.running import evaluating
 
 __all__ = ["FORMATS", "Exported", "bench_files", "check_place", "export", "exporter", "format_named", "is_exported"]

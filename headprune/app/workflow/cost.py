@@ -16,10 +16,8 @@ from torch import nn
 from headprune import latency, searching
 from headprune.amounts import duration
 from headprune.app.data import Part
-from headprune.app.workflow.config import PruneConfig
-from headprune.app.workflow.scene import Console, Scene
-from headprune.app.workflow.targets import RANDOM_DRAWS, trials_of
-from headprune.app.workflow.timing import inputs
+from headprune.app.workflow.scene import Console, Scene, inputs
+from headprune.app.workflow.search import RANDOM_DRAWS, PruneConfig, trials_of
 from headprune.batches import cost_of
 from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
@@ -59,13 +57,13 @@ class Cost:
 def announce(console: Console, make: Callable[[], Cost], quick: Callable[[], Cost] | None = None) -> None:
     """Say in a line what is to come, and what the same takes with ``--effort low`` where that is much less. It never stops a run."""
     try:
-        found, low = current().first("cost", lambda: (make(), quick() if quick else None))
+        cost, low = current().first("cost", lambda: (make(), quick() if quick else None))
     except Exception as error:
         console.say(f"How long this takes could not be told ({type(error).__name__}: {first_line(error)}).")
         return
-    more = f" With --effort low {low}." if low is not None and low.seconds < 0.7 * found.seconds else ""
+    more = f" With --effort low {low}." if low is not None and low.seconds < 0.7 * cost.seconds else ""
     size = current().size
-    console.say(found.line + more + ("" if size == 1 else f" This is for one process; {size} share the work."))
+    console.say(cost.line + more + ("" if size == 1 else f" This is for one process; {size} share the work."))
 
 
 def cost_of_scores(scene: Scene) -> Cost:
