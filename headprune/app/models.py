@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -281,11 +280,14 @@ _POSITION_TABLES = {"position_embeddings", "wpe", "embed_positions", "position_e
 
 
 def task_of(config: Any, task: str | None, source: str, any_task: bool = False) -> Task:
+    from transformers.models.auto import modeling_auto
+
     if task is not None:
         return TASKS[task]
     named = getattr(config, "architectures", None)
     architecture = str(named[0]) if isinstance(named, list | tuple) and named else ""
-    if architecture in _of_sounds():
+    # Many classifiers of sounds, such as Wav2Vec2ForSequenceClassification, are called like classifiers of texts.
+    if architecture in modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES.values():
         return TASKS["audio-classification"]
     for kind in TASKS.values():
         if kind.fits(architecture):
@@ -300,14 +302,6 @@ def task_of(config: Any, task: str | None, source: str, any_task: bool = False) 
         f"The task of {source} cannot be read from its architecture ({architecture or 'none given'}).",
         f"Say it with --task: {', '.join(TASKS)}.",
     )
-
-
-def _of_sounds() -> Iterable[str]:
-    """Classifiers of sounds; many, such as Wav2Vec2ForSequenceClassification, are called like classifiers of texts."""
-    from transformers.models.auto import modeling_auto
-
-    names: dict[str, str] = modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES
-    return names.values()
 
 
 def set_padding(config: Any, token: int) -> None:

@@ -90,8 +90,9 @@ def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScor
     choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
     orders, plans = 0 if config.plan else 2 + len(methods or scores), max(1, len(config.search.budgets))
     planning = 0.0 if config.plan else searching.passes_of(config.search, scores, trials)
+    scoring = sum(_passes(method, scene, len(batches)) for method in methods)
     points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * (plans + 1)
-    passes = _scoring(scene, methods, len(batches)) + planning + points * choose + report * (1 + _MEASURED * plans)
+    passes = scoring + planning + points * choose + report * (1 + _MEASURED * plans)
     fits = 0.0
     if config.search.repair:
         passes += plans * (_REPAIR + _DECIDED * choose)
@@ -147,12 +148,8 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
     return times[1] * scale, max(times[1], times[2] - times[1]) * scale
 
 
-def _scoring(scene: Scene, methods: Sequence[str], batches: int) -> float:
-    """Passes over the scoring examples that scoring methods make."""
-    return sum(_passes(method, scene, batches) for method in methods)
-
-
 def _passes(method: str, scene: Scene, batches: int) -> float:
+    """Passes over the scoring examples that a scoring method makes."""
     name, settings = method_and_settings(method)
     heads = sum(layer.num_heads for layer in scene.maskable)
     if name in ("weight-norm", "random"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -63,9 +63,8 @@ class PruneContext:
             name: Under which the result is kept.
             label: Of the progress bar.
         """
-        batches = (also or self.scene.parts.report).batches()
         with self.console.track(label) as progress:
-            return self.store.get(stage_on(name, also), lambda: evaluate(model, batches, progress=progress))
+            return self._get(name, also, lambda batches: evaluate(model, batches, progress=progress))
 
     def measure_masked(self, name: str, drop: Heads, *, repaired: bool, also: Part | None = None) -> Measurement:
         """The dense model with heads masked, on the reporting part or a second dataset.
@@ -74,18 +73,18 @@ class PruneContext:
             name: Under which the result is kept.
             repaired: Whether the other heads are refitted layer by layer, as for the random control: a whole repair of each would take long.
         """
-        batches = list((also or self.scene.parts.report).batches())
 
-        def measure() -> Measurement:
+        def measure(batches: Iterable[Any]) -> Measurement:
             with self.trials.repaired(drop) if repaired else nullcontext():
-                return self.trials.masked(drop, batches)
+                return self.trials.masked(drop, list(batches))
 
-        return self.store.get(stage_on(name, also), measure)
+        return self._get(name, also, measure)
 
-
-def stage_on(name: str, also: Part | None) -> str:
-    """A stage's name, with the second dataset that it is measured on, if any: datasets are not in the key of a run's computation."""
-    return name if also is None else f"{name} on {also.name} {also.content_hash()}"
+    def _get(self, name: str, also: Part | None, measure: Callable[[Iterable[Any]], Measurement]) -> Measurement:
+        """A measurement that is kept; a second dataset is in its name, as it is not in the key of the run's computation."""
+        if also is not None:
+            name = f"{name} on {also.name} {also.content_hash()}"
+        return self.store.get(name, lambda: measure((also or self.scene.parts.report).batches()))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, **about: 
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, OSError):
                 raise
-            note = in_full(half, error)
+            note = f"Saved in float32: in {_name(half)}, as it was stored, the model does not work here ({first_line(error)})."
     saved = _saved(scene, model, path, tolerance, about)
     return replace(saved, note=note)
 
@@ -80,16 +80,11 @@ def load(scene: Scene, path: Path) -> nn.Module:
     return model
 
 
-def in_full(half: torch.dtype, error: Exception) -> str:
-    """Why a model is saved in float32 although it was stored in half precision."""
-    return f"Saved in float32: in {_name(half)}, as it was stored, the model does not work here ({first_line(error)})."
-
-
 def halved(model: nn.Module, half: torch.dtype, example: dict[str, torch.Tensor]) -> nn.Module:
     """A copy of a model with its weights in half precision, that runs so.
 
     Args:
-        example: For a model in half precision (`in_half`).
+        example: For a model in half precision.
 
     Raises:
         HeadPruneError: Its answers are not finite.
@@ -132,12 +127,8 @@ def dense_weights(scene: Scene) -> tuple[int, str]:
 
 
 def _example(scene: Scene, half: torch.dtype) -> dict[str, torch.Tensor]:
-    """The scene's example for a model in half precision."""
-    return in_half(move(scene.example, model_device(scene.model)), half)
-
-
-def in_half(example: dict[str, torch.Tensor], half: torch.dtype) -> dict[str, torch.Tensor]:
-    """An example for a model in half precision, which takes pixels and sounds so, too."""
+    """The scene's example for a model in half precision, which takes pixels and sounds so, too."""
+    example = move(scene.example, model_device(scene.model))
     return {k: v.to(half) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in example.items()}
 
 

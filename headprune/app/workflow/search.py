@@ -137,26 +137,16 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
     Raises:
         HeadPruneError: All heads would stay, a layer or head is not there, or no accuracy or perplexity can be told.
     """
-    _check_heads(config, scene)
-    _check_metric(scene)
-
-
-def _check_heads(config: PruneConfig, scene: Scene) -> None:
-    """Refuse a search that leaves the model as it is, or names what it has not."""
     if config.plan is not None:
         config.plan.on(scene.layers)
         if not any(config.plan.drop.values()):
             raise HeadPruneError(
                 f"The plan {config.plan_file} drops no head.", 'Name some in its `drop`, such as {"L0": [3]}.'
             )
-        return
-    constraints_of(config.search, scene.maskable)
-    for budget in config.search.budgets:
-        budget.check_dense(subject_for(budget, scene))
-
-
-def _check_metric(scene: Scene) -> None:
-    """Refuse a model of whose answers there will be no accuracy, or no perplexity."""
+    else:
+        constraints_of(config.search, scene.maskable)
+        for budget in config.search.budgets:
+            budget.check_dense(subject_for(budget, scene))
     if scene.metric in measurable(scene.model, scene.parts.report.batches()):
         return
     what, name = f"The {scene.metric} of {scene.options.model}", scene.loaded.task.name

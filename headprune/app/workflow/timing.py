@@ -136,16 +136,13 @@ def _exported(context: PruneContext, name: str, result: BudgetResult) -> Exporte
     return exported
 
 
-def _loaded(context: PruneContext, result: BudgetResult) -> nn.Module:
-    trusted = context.scene.options.loading.trust_remote_code
-    return checkpoint.load(context.content.path / result.checkpoint, trust_remote_code=trusted)
-
-
 def _written(context: PruneContext, name: str, result: BudgetResult, file: Path) -> ExportedModel:
     facts: dict[str, Any] = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
+    trusted = context.scene.options.loading.trust_remote_code
     try:
         with context.console.track(f"writing {file.name}"):
-            done = _export(context, _loaded(context, result), name, file)
+            model = checkpoint.load(context.content.path / result.checkpoint, trust_remote_code=trusted)
+            done = _export(context, model, name, file)
     except HeadPruneError as error:
         return ExportedModel(**facts, file=None, proved=False, summary=str(error.args[0]))
     return ExportedModel(**facts, file=file.name, proved=done.proved, summary=done.summary, notes=tuple(done.notes))
