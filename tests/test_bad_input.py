@@ -12,19 +12,22 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from typer.main import get_command
 
 import headprune as hp
+from headprune.cli import app
 from headprune.files import dumps, loads, write_json
 from headprune.scoring import save_scores
 from tests.support.bad_files import DATA, MODELS, PYTHON, SAVED, Call
-from tests.support.bad_inputs import DOCUMENTS, GONE, TYPED, Row
+from tests.support.bad_inputs import DOCUMENTS, FILES, GONE, LATER, TYPED, Row
 from tests.support.commands import runner
 from tests.support.documents import METRICS, RUN, heads_document, opened, scores_of
+from tests.support.folders import sentences, write_jsonl
 from tests.support.zoo import bert
 
 
 def test_the_table_is_long_enough() -> None:
-    rows = [*TYPED, *DOCUMENTS, *DATA, *MODELS, *SAVED]
+    rows = [*TYPED, *LATER, *DOCUMENTS, *DATA, *MODELS, *SAVED]
     assert len(rows) + len(PYTHON) >= 300
     assert len({(row.typed, str(row.make)) for row in rows}) == len(rows)  # none is there twice
 
@@ -58,30 +61,35 @@ def put(folder: Path, make: dict[str, Any]) -> None:
 
 
 def check(row: Row, here: Path, **places: Path) -> None:
-    """Try a row, twice: what it leaves must not change what is said."""
-    from headprune.cli import app
-
+    """Try a row, then again for a JSON document: what the first one leaves must not change what is said."""
     if "gguf" in row.typed:
         pytest.importorskip("gguf")  # without it, that is what is said first
     before = contents(here)
     typed = [a.format(here=here, **places) if "{" in a else a for a in row.typed]
-    for _ in range(2 if row.make is None else 1):
-        result = runner.invoke(app, typed)
-        assert result.exit_code == row.code, (result.stdout, result.stderr, result.exception)
-        assert isinstance(result.exception, SystemExit), result.exception
+    result = runner.invoke(app, typed)
+    assert result.exit_code == row.code, (result.stdout, result.stderr, result.exception)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "Traceback" not in result.stderr
+    assert not result.stdout.strip()
+    lines = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
+    if row.code == 1 or lines:
+        (said,) = lines
+        assert result.stderr.rstrip().endswith(said)  # it is the last, and has no second line
+        assert "unexpected" not in said, said
+        assert len(said) < 1000 + sum(map(len, row.typed))
+    else:
+        said = " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split())
+        assert "Error" in said
+    assert said.isprintable()
+    assert re.search(row.says, said), said
+    assert contents(here) == before
+    if row.make is None:
+        result = runner.invoke(app, [typed[0], "--json", *typed[1:]])
+        assert result.exit_code == row.code
+        document = json.loads(result.stdout)
+        assert set(document) == {"error", "hint"}
+        assert document["error"]
         assert "Traceback" not in result.stderr
-        assert not result.stdout.strip()
-        lines = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
-        if row.code == 1:
-            (said,) = lines
-            assert result.stderr.rstrip().endswith(said)  # it is the last, and has no second line
-            assert "unexpected" not in said, said
-            assert len(said) < 1000
-        else:
-            said = " ".join(re.sub("[│╭╮╰╯─]", " ", result.stderr).split())
-            assert "Error" in said
-        assert said.isprintable()
-        assert re.search(row.says, said), said
         assert contents(here) == before
 
 
@@ -101,9 +109,61 @@ def named(value: Any) -> str:
     return value.name.encode("ascii", "replace").decode()[:90] if isinstance(value, Row) else ""
 
 
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files and folders that are not what is asked for."""
+    root = tmp_path_factory.mktemp("files")
+    (root / "nothing").mkdir()
+    for name, content in FILES.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for split in ("train", "validation", "test"):
+        write_jsonl(root / "same" / f"{split}.jsonl", [{"text": "good film", "label": 1}] * 8)
+    write_jsonl(root / "few.jsonl", sentences(2, 0))
+    return root
+
+
 @pytest.mark.parametrize("row", TYPED, ids=named)
-def test_what_is_typed(row: Row, here: Path, bert_folder: Path, data_folder: Path, unloaded: None) -> None:
-    check(row, here, bert=bert_folder, data=data_folder)
+def test_what_is_typed(row: Row, here: Path, files: Path, bert_folder: Path, data_folder: Path, unloaded: None) -> None:
+    check(row, here, bert=bert_folder, data=data_folder, files=files)
+
+
+@pytest.mark.parametrize("row", LATER, ids=named)
+def test_what_only_the_model_tells(
+    row: Row,
+    here: Path,
+    files: Path,
+    bert_folder: Path,
+    llama_folder: Path,
+    data_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def long(*_: object, **__: object) -> None:
+        raise AssertionError("the long work began")
+
+    for step in ("app.workflow.scoring.score", "app.workflow.results.evaluate", "searching.arrange"):
+        monkeypatch.setattr(f"headprune.{step}", long)
+    check(row, here, bert=bert_folder, llama=llama_folder, data=data_folder, files=files)
+
+
+def test_every_option_is_in_the_table() -> None:
+    """A new option gets a row, or a reason here."""
+    any_text = [
+        "--subset",
+        "--split",
+        "--choose-split",
+        "--report-split",
+        "--label-column",
+        "--teacher",
+        "--train-limit",
+        "--text",
+    ]
+    command: Any = get_command(app)
+    tried = {a for row in [*TYPED, *LATER] for a in row.typed if a.startswith("-")}
+    for name, one in command.commands.items():
+        for option in one.params:
+            takes_value = option.param_type_name == "option" and not option.is_flag
+            assert not takes_value or tried & set(option.opts) or set(any_text) & set(option.opts), (name, option.opts)
 
 
 @pytest.fixture(scope="session")
@@ -127,8 +187,6 @@ def test_documents(
 
 def test_these_documents_are_right_as_they_are(here: Path, run_folder: Path) -> None:
     """Else every change to them would be refused for another reason."""
-    from headprune.cli import app
-
     shutil.copytree(run_folder, here / "made")
     assert runner.invoke(app, ["report", "made"]).exit_code == 0
     assert len(hp.HeadScores.load("made/scores.json").flat()) == 4

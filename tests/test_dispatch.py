@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headprune as hp
 from headprune import running
 from headprune.app.options import DataOptions, LoadOptions, Options
-from headprune.app.placing import placed
+from headprune.app.sources import placed
 from headprune.app.workflow import scene
 from headprune.checkpoint import load_call
 from headprune.errors import HeadPruneError

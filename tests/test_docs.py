@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from headprune.cli.app import app
-from headprune.cli.retired import RETIRED
+from headprune.cli.app import RETIRED, app
 
 ROOT = Path(__file__).parents[1]
 MADE = {"api.md", "coverage.md", "coverage-onnx.md", "licences.md"}

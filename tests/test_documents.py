@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -21,8 +19,7 @@ from headprune.documents import File, from_json
 from headprune.files import dumps, loads, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
-from tests.support.commands import run
-from tests.support.documents import FINETUNE, HEADS, METRICS, RUN, TRAINED, opened, repaired
+from tests.support.documents import FINETUNE, HEADS, METRICS, RUN, TRAINED, repaired
 
 ROOT = Path(__file__).parent.parent
 REPORTS = sorted((ROOT / "reports").glob("*/"))
@@ -122,44 +119,6 @@ def test_an_unknown_key_is_told_with_the_file_and_its_place(kind: type[File], tm
             kind.read(path)
         told = " › ".join(map(str, (*place, "made-up")))
         assert error.value.args[0] == f"{path} is damaged, or of another version: this headprune does not know {told}."
-
-
-@pytest.mark.parametrize(("kind", "place", "value", "told"), [
-    (Run, ["when"], None, "when is None; it should be a valid string"),
-    (Run, ["parts", "score", "examples"], "many", "parts › score › examples is 'many'; it should be a valid integer"),
-    (Run, ["options", "seed"], True, "options › seed is True; it should be a valid integer"),
-    (Metrics, ["budgets", 0, "kept"], 1.5, "budgets › 0 › kept is 1.5; it should be a valid integer"),
-    (Metrics, ["budgets", 0, "change"], [], "budgets › 0 › change is []; it should be a dictionary"),
-    (Metrics, ["latency", "rows", 0, "timings", "dense", "runs"], "x", "latency › rows › 0 › timings › dense › runs is 'x'"),
-    (FinetuneRecord, ["training", "history", 1, "loss"], "x", "training › history › 1 › loss is 'x'; it should be a valid number"),
-])  # fmt: skip
-def test_a_wrong_value_is_told_in_one_line(
-    kind: type[File], place: list[Any], value: Any, told: str, tmp_path: Path
-) -> None:
-    data = loads(dumps(FULL[kind]))
-    inner: Any = data
-    for step in place[:-1]:
-        inner = inner[step]
-    inner[place[-1]] = value
-    write_json(tmp_path / "x.json", kind.kind, data)
-    with pytest.raises(hp.HeadPruneError) as error:
-        kind.read(tmp_path / "x.json")
-    assert error.value.args[0].startswith(f"{tmp_path / 'x.json'} is damaged, or of another version: {told}")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("file", "key"), [("run.json", "seconds"), ("metrics.json", "curve"), ("scores.json", "layers")]
-)
-def test_report_names_the_file_and_the_key(file: str, key: str, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(ROOT / "reports" / "digits", folder)
-    data = opened(folder / file)
-    data[f"{key}_"] = data.pop(key)
-    (folder / file).write_text(json.dumps(data))
-    error = run("report", folder, code=1).stderr
-    assert len(error.splitlines()) == 1
-    assert re.search(rf"{file} is .*\b{key}\b", error), error
 
 
 def test_a_part_is_the_same_as_far_as_both_sides_say() -> None:

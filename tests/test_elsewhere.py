@@ -17,8 +17,7 @@ import headprune as hp
 from headprune.app.data.reading import read_splits
 from headprune.app.folders import Folder
 from headprune.app.runs import RunFolder
-from headprune.files import write_file, write_json
-from headprune.locks import locked
+from headprune.files import locked, write_file, write_json
 from tests.support.commands import run, runner
 from tests.support.documents import RUN
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from headprune.app.console import Console
-from headprune.cli import ending
+from headprune.cli import session
 from headprune.errors import HeadPruneError, explained, is_of_the_disk
 from tests.support.interrupted import ROOT
 
 SLOW_TO_CLEAN_UP = """
 import os, signal, sys, time
-from headprune.cli import ending
+from headprune.cli import session
 def work():
     try:
         os.kill(os.getpid(), {first})
@@ -27,11 +27,11 @@ def work():
     finally:
         os.kill(os.getpid(), signal.SIGINT)
         print("clean")
-ending.run(work)
+session.run(work)
 """
 LOST = """
 import os, signal, time
-from headprune.cli import ending
+from headprune.cli import session
 class Thing:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
@@ -40,7 +40,7 @@ def work():
     Thing()
     time.sleep(9)
     print("never")
-ending.run(work)
+session.run(work)
 """
 
 
@@ -86,7 +86,7 @@ class Full(io.StringIO):
 
 def test_what_is_said_beside_the_work_does_not_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log on a full disk ended a run that had room for its results."""
-    monkeypatch.setattr(sys, "stderr", ending.Patient(Full()))
+    monkeypatch.setattr(sys, "stderr", session.Patient(Full()))
     Console().say("scoring …")
     print("and so on", file=sys.stderr)
 
@@ -95,7 +95,7 @@ def test_what_is_said_beside_the_work_does_not_stop_it(monkeypatch: pytest.Monke
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     with pytest.raises(BrokenPipeError):
-        ending.Patient(Gone()).write("…")
+        session.Patient(Gone()).write("…")
 
 
 def test_a_full_stdout_is_not_told_as_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def test_letters_that_an_encoding_has_not(monkeypatch: pytest.MonkeyPatch) -> No
 
     for name in ("stderr", "unraisablehook"):  # as they were, afterwards
         monkeypatch.setattr(sys, name, getattr(sys, name))
-    monkeypatch.setattr(ending.Signals, "listen", lambda self: None)
-    monkeypatch.setattr(ending, "_closed", lambda status: status)
+    monkeypatch.setattr(session.Signals, "listen", lambda self: None)
+    monkeypatch.setattr(session, "_close", lambda status: status)
     with pytest.raises(SystemExit) as ended:
-        ending.run(prints)
+        session.run(prints)
     assert ended.value.code == 0
     line, *document = sys.stdout.buffer.getvalue().decode("ascii").splitlines()  # type: ignore[attr-defined]
     assert line == "10 % ? 2 ?"

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from headprune.cli import app
-from headprune.cli.retired import RETIRED
+from headprune.cli.app import RETIRED
 from tests.support.commands import run
 
 TYPED = {

@@ -92,8 +92,8 @@ class DistillationLoss(nn.Module):
         with evaluating(self.student), torch.no_grad():
             whole = self(self.example)
             some = range(min(3, rows.size(self.example)))
-            alone = torch.stack([self(rows.take(self.example, [i])).mean() for i in some])
-        return whole.ndim == 1 and torch.allclose(alone, whole[: len(alone)], rtol=0, atol=_SAME * float(whole.max()))
+            single = torch.stack([self(rows.take(self.example, [i])).mean() for i in some])
+        return whole.ndim == 1 and torch.allclose(single, whole[: len(single)], rtol=0, atol=_SAME * float(whole.max()))
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v for k, v in batch.items() if self._keeps_labels or k not in LABELS}

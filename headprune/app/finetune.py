@@ -33,7 +33,7 @@ from headprune.app.data import Part
 from headprune.app.distillation import DistillationLoss
 from headprune.app.documents import Training
 from headprune.app.options import FinetuneOptions
-from headprune.app.precision import widen
+from headprune.app.sources import widen
 from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
@@ -183,18 +183,18 @@ def _accelerate_kept() -> Iterator[None]:
 
 def _last_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
     """The last checkpoint of a training that is whole, as the best one is, without later and damaged ones; None if there is none."""
-    found = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
-    whole = {step: path for step, path in found.items() if _is_whole(path)}
+    steps = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
+    whole = {step: path for step, path in steps.items() if _is_whole(path)}
     best = {step: TrainerState.load_from_json(str(path / _STATE)).best_global_step for step, path in whole.items()}
     last = max((step for step in whole if not best[step] or best[step] in whole), default=0)
-    for step, path in found.items():
+    for step, path in steps.items():
         if step > last or step not in whole:  # Trainer counts them among those that it keeps
             shutil.rmtree(path, ignore_errors=True)
     if last:
         say(f"Continuing from step {last} of an interrupted training (--no-resume starts again).")
         return whole[last]
     if folder.parent.is_dir() and any(folder.parent.iterdir()):
-        why = "it is damaged" if found else "the model, data, seed, options or versions have changed"
+        why = "it is damaged" if steps else "the model, data, seed, options or versions have changed"
         say(f"Unfinished work in {folder.parent} is not used, as {why}.")
     return None
 

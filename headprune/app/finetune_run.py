@@ -23,12 +23,12 @@ from headprune.app.documents import (
 from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import load_model
 from headprune.app.options import DataOptions, FinetuneOptions, Options
-from headprune.app.precision import half_of, holds
 from headprune.app.report.cards import finetune_card, finetune_report
 from headprune.app.runs import RunFolder, check_free
+from headprune.app.sources import half_of, holds
 from headprune.app.workflow import Console, Scene, open_scene, saving
-from headprune.app.workflow.checks import changed_options, seen_before
 from headprune.app.workflow.cost import announce, cost_of_training
+from headprune.app.workflow.scene import changed_options, seen_before
 from headprune.errors import HeadPruneError
 from headprune.evaluation import compare, evaluate
 from headprune.files import write_file

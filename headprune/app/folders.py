@@ -2,7 +2,7 @@
 
 Beside what is for readers, a folder holds these, only while they are needed:
 
-    .lock        which process is writing it (`headprune.locks`)
+    .lock        which process is writing it (`headprune.files`)
     .unfinished  results of a run that has not ended (`headprune.store`)
     .ready       the complete new content, while it is moved to its place
 
@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError, Stopped, check_writable
-from headprune.files import digest, read_json, write_json
-from headprune.locks import BusyError, is_held, is_taken, locked
+from headprune.files import BusyError, digest, is_held, is_taken, locked, read_json, write_json
 from headprune.parallel import current
 from headprune.store import Store
 

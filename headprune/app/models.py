@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +11,19 @@ import torch
 from torch import nn
 
 from headprune import checkpoint
-from headprune.app.named import check_source, split_revision
 from headprune.app.options import TASKS, LoadOptions, Task
-from headprune.app.precision import half_of, holds, widen
+from headprune.app.sources import (
+    check_source,
+    dtype_named,
+    half_of,
+    holds,
+    pick_device,
+    resolved,
+    split_revision,
+    widen,
+)
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
-from headprune.files import recover_folder
 from headprune.input_specs import build, of_config, sound_shapes, with_own_dtype
 from headprune.inputs import map_tensors, model_device, move
 from headprune.offload import aligned
@@ -79,26 +84,17 @@ def load_model(
     check_source(source)
     named, path = source, resolved(source)
     source, revision = split_revision(path)
-    where, placing, dtype = pick_device(options.device), options.placing(), options.dtype
-    wanted, trust_remote_code = _dtype(dtype, where), options.trust_remote_code
-    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    dtype = dtype_named(options.dtype, pick_device(options.device))
+    common = {"revision": revision, "trust_remote_code": options.trust_remote_code}
     config = config_of(source, common)
     kind = task_of(config, options.task, source, any_task)
-    half = half_of(config) if dtype == "auto" and wanted == torch.float32 else None
+    half = half_of(config) if options.dtype == "auto" and dtype == torch.float32 else None
     ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune
     if ours:
-        places: dict[str, Any] = {"device": where} if placing is None else dict(placing)
-        model = checkpoint.load(source, **places, trust_remote_code=trust_remote_code)
-        if half is not None:
-            widen(model)
-        elif isinstance(wanted, torch.dtype) and dtype != "auto":
-            for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
-                parameter.data = parameter.data.to(wanted)
+        model = _load_saved(source, options, dtype, half)
     else:
-        model = _load_dense(source, kind, config, wanted, {**common, **(placing or {})})
-        aligned(model) if placing else model.to(where)
-    model.eval()
-    _check_numbers(model, source)
+        model = _load_dense(source, kind, config, dtype, options, common)
+    _check_numbers(model.eval(), source)
     if kind is _BASE:
         kind = replace(kind, modality=_MODALITIES.get(str(getattr(model, "main_input_name", "")), "text"))
     processor, notes = None, []
@@ -115,7 +111,7 @@ def load_model(
             f"{named} is a run folder: the model in it that was pruned already, {Path(source).name}, is taken. (To keep another number of the "
             f"dense model's heads, continue that run: `headprune prune -o {named} --keep …`.)"
         )
-    if not ours and not trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
+    if not ours and not options.trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
         notes.append(
             f"{source} comes with code of its own, which was not run (--trust-remote-code runs it): "
             f"transformers' {type(model).__name__} was used instead."
@@ -123,37 +119,6 @@ def load_model(
     # Some configs name another type than their weights have.
     stored = half if half is not None and holds(model, half) else None
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
-
-
-def resolved(source: str) -> str:
-    """What a user named, with the pruned model in it for a run folder.
-
-    Raises:
-        HeadPruneError: The run folder holds none or several.
-    """
-    path = Path(source)
-    is_run = (path / "run.json").is_file() and not (path / "config.json").exists()
-    return str(pruned_in(path)) if is_run else source
-
-
-def pruned_in(path: Path) -> Path:
-    """The folder itself, or the pruned model that a run folder holds.
-
-    Raises:
-        HeadPruneError: It holds none or several.
-    """
-    recover_folder(path)
-    if checkpoint.is_checkpoint(path):
-        return path
-    if not path.is_dir():
-        raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that `headprune prune` saved.")
-    models = [p for p in path.glob("pruned-*") if re.fullmatch(r"pruned-\d+", p.name) and checkpoint.is_checkpoint(p)]
-    found = sorted(models, key=lambda p: int(p.name.removeprefix("pruned-")))
-    if len(found) != 1:
-        held = f"{len(found)} pruned models ({', '.join(p.name for p in found)})" if found else "no pruned model"
-        hint = f"Name one, such as {found[0]}." if found else "Pass a folder that `headprune prune` saved."
-        raise HeadPruneError(f"{path} holds {held}.", hint)
-    return found[0]
 
 
 def config_of(source: str, common: dict[str, Any]) -> Any:
@@ -168,7 +133,25 @@ def config_of(source: str, common: dict[str, Any]) -> Any:
     return config
 
 
-def _load_dense(source: str, kind: Task, config: Any, dtype: torch.dtype | str, common: dict[str, Any]) -> nn.Module:
+def _load_saved(source: str, options: LoadOptions, dtype: torch.dtype | str, half: torch.dtype | None) -> nn.Module:
+    """A model that headprune saved.
+
+    Args:
+        half: The half precision to widen it from, if any.
+    """
+    places = options.placing() or {"device": pick_device(options.device)}
+    model = checkpoint.load(source, **places, trust_remote_code=options.trust_remote_code)
+    if half is not None:
+        widen(model)
+    elif isinstance(dtype, torch.dtype) and options.dtype != "auto":
+        for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _load_dense(
+    source: str, kind: Task, config: Any, dtype: torch.dtype | str, options: LoadOptions, common: dict[str, Any]
+) -> nn.Module:
     """A model that transformers loads.
 
     Raises:
@@ -177,9 +160,11 @@ def _load_dense(source: str, kind: Task, config: Any, dtype: torch.dtype | str, 
     """
     import transformers
 
-    auto = getattr(transformers, kind.auto_class)
+    auto, placing = getattr(transformers, kind.auto_class), options.placing()
     try:
-        model, info = auto.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True, **common)
+        model, info = auto.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, **common, **(placing or {})
+        )
     except Exception as error:
         raise (
             _not_trusted(source, error)
@@ -196,6 +181,7 @@ def _load_dense(source: str, kind: Task, config: Any, dtype: torch.dtype | str, 
         )
     checkpoint.unite_tied(model)
     checkpoint.check_tied(model, source)
+    aligned(model) if placing else model.to(pick_device(options.device))
     loaded: nn.Module = model
     return loaded
 
@@ -293,45 +279,15 @@ def check_length(loaded: LoadedModel, length: int) -> None:
 _POSITION_TABLES = {"position_embeddings", "wpe", "embed_positions", "position_embedding"}
 
 
-def pick_device(device: str) -> torch.device:
-    """A device by its name; ``"auto"`` is CUDA, then MPS, then CPU.
-
-    Raises:
-        HeadPruneError: There is no such device.
-    """
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if device == "auto":
-        return torch.device("cuda" if cuda else "mps" if mps else "cpu")
-    if device.startswith("cuda") and not cuda:
-        raise HeadPruneError("There is no CUDA device here.", "Use --device cpu, or install a CUDA build of torch.")
-    if device == "mps" and not mps:
-        raise HeadPruneError("There is no MPS device here.", "Use --device cpu.")
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        found = torch.device("meta")
-    missing = found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count()
-    if found.type not in ("cpu", "cuda", "mps") or missing:
-        raise HeadPruneError(f"There is no device {device!r}.", "Use auto, cpu, cuda or mps.")
-    return found
-
-
-def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if dtype == "auto":
-        # Half precision is slow on most CPUs, and rounding there hides small scores.
-        return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in known:
-        raise HeadPruneError(f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(known)}.")
-    return known[dtype]
-
-
 def task_of(config: Any, task: str | None, source: str, any_task: bool = False) -> Task:
+    from transformers.models.auto import modeling_auto
+
     if task is not None:
         return TASKS[task]
     named = getattr(config, "architectures", None)
     architecture = str(named[0]) if isinstance(named, list | tuple) and named else ""
-    if architecture in _of_sounds():
+    # Many classifiers of sounds, such as Wav2Vec2ForSequenceClassification, are called like classifiers of texts.
+    if architecture in modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES.values():
         return TASKS["audio-classification"]
     for kind in TASKS.values():
         if kind.fits(architecture):
@@ -346,14 +302,6 @@ def task_of(config: Any, task: str | None, source: str, any_task: bool = False) 
         f"The task of {source} cannot be read from its architecture ({architecture or 'none given'}).",
         f"Say it with --task: {', '.join(TASKS)}.",
     )
-
-
-def _of_sounds() -> Iterable[str]:
-    """Classifiers of sounds; many, such as Wav2Vec2ForSequenceClassification, are called like classifiers of texts."""
-    from transformers.models.auto import modeling_auto
-
-    names: dict[str, str] = modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES
-    return names.values()
 
 
 def set_padding(config: Any, token: int) -> None:

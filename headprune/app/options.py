@@ -146,7 +146,7 @@ class LoadOptions:
             HeadPruneError: A device map or an amount of memory that is none.
         """
 
-        from headprune.app.placing import placing_of
+        from headprune.app.sources import placing_of
 
         return placing_of(self.device_map, self.device_memory)
 

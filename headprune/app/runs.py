@@ -99,12 +99,12 @@ class RunFolder(Folder):
         Raises:
             HeadPruneError: It is not what run.json names.
         """
-        found = stored_checksum(path)
+        stored = stored_checksum(path)
         try:
             known = Run.read(self.run_path).checksums.get(path.name)
         except HeadPruneError:  # said by whoever reads that one
             return
-        if found is not None and known is not None and found != known:
+        if stored is not None and known is not None and stored != known:
             raise HeadPruneError(
                 f"{path} is another run's: {self.run_path} was not written with it.",
                 f'Copy the whole folder again, or make the run again. If it is meant, delete its line "{CHECKSUM}".',
@@ -155,8 +155,8 @@ def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | 
     root = output or REPORTS
     for path in (root, *root.glob("*/")):
         RunFolder(path).settle()
-    found = [p for p in (root / "scores.json", *root.glob("*/scores.json")) if p.is_file()]
-    for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True):
+    paths = [p for p in (root / "scores.json", *root.glob("*/scores.json")) if p.is_file()]
+    for path in sorted(paths, key=lambda p: p.stat().st_mtime, reverse=True):
         folder = RunFolder(path.parent)
         if model is None or _same_model(_model_of(folder), model):
             return folder
@@ -171,13 +171,13 @@ def _model_of(folder: RunFolder) -> str:
     """
     folder.settle()
     options = read_json(folder.run_path, "run").get("options")
-    found = options.get("model") if isinstance(options, dict) else None
-    if not isinstance(found, str):
+    model = options.get("model") if isinstance(options, dict) else None
+    if not isinstance(model, str):
         raise HeadPruneError(
             f"{folder.run_path} is damaged: it does not say which model was scored.",
             "Score again, or move this folder away.",
         )
-    return found
+    return model
 
 
 def _same_model(a: str, b: str) -> bool:
@@ -193,8 +193,8 @@ def environment(device: str) -> Environment:
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name(torch.device(device))
     elif Path("/proc/cpuinfo").is_file():
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        name = found.group(1).strip() if found else name
+        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        name = match.group(1).strip() if match else name
     return Environment(
         headprune=__version__, python=platform.python_version(), torch=torch.__version__,
         transformers=transformers.__version__, system=platform.system(), device=device, device_name=name,

@@ -11,7 +11,6 @@ import typer
 
 from headprune.cli import tables
 from headprune.cli.app import app
-from headprune.cli.config import key_of
 from headprune.cli.options import Manner, takes_options
 from headprune.cli.session import session
 
@@ -26,17 +25,17 @@ def demo(
 ) -> None:
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/demo/."""
     with session(manner) as console:
-        key = key_of("demo", output=output, device=device, overwrite=overwrite)
         import torch
 
         from headprune.app import demo as room
         from headprune.app import runs, workflow
-        from headprune.app.folders import Folder, claimed
+        from headprune.app.folders import Folder, claimed, key_of
         from headprune.app.options import DataOptions, LoadOptions
         from headprune.budgets import budget_of
         from headprune.options import SearchOptions
         from headprune.scoring import DEFAULT_METHODS
 
+        key = key_of("demo", output, device, overwrite)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # the matrices are so small that threads wait for one another most of the time
         folder = runs.RunFolder(output or room.REPORT)
@@ -56,8 +55,8 @@ def demo(
             options = workflow.Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
             search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
             config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
-            did = partial(folder.already_published, key, True)  # it may have been killed just after the end
-            workflow.prune_run(config, folder, console, did)
+            published = partial(folder.already_published, key, True)  # killed just after the end
+            workflow.prune_run(config, folder, console, published)
             room.remember(folder)
         tables.print_scores(console, folder.read_scores())
         tables.print_pruned(console, folder)

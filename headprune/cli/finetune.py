@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from headprune.app.named import split_revision
 from headprune.app.options import DataOptions, FinetuneOptions, LoadOptions, Mixture, Options
+from headprune.app.sources import split_revision
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.options import Manner, Task, Trust, Typed, takes_options
@@ -53,7 +53,7 @@ def finetune(
     """Train a pruned model, with distillation from the dense one, and measure all three."""
     with session(manner, shared=True) as console:
         from headprune.app import finetune_run as room
-        from headprune.app.models import pruned_in
+        from headprune.app.sources import pruned_in
 
         training = replace(training, mixture=mixture)
         training.check()  # before it is looked whether the folder is one

@@ -8,8 +8,18 @@ from pathlib import Path
 from headprune.app.options import DataOptions, LoadOptions
 from headprune.cli import tables
 from headprune.cli.app import app
-from headprune.cli.config import key_of, known_methods, options_of
-from headprune.cli.options import Distil, Manner, Method, Model, Seed, Typed, Writing, takes_options
+from headprune.cli.options import (
+    Distil,
+    Manner,
+    Method,
+    Model,
+    Seed,
+    Typed,
+    Writing,
+    known_methods,
+    options_of,
+    takes_options,
+)
 from headprune.cli.session import session
 
 
@@ -30,14 +40,11 @@ def score(
 ) -> None:
     """Score the importance of every head, by ablation and by gradient."""
     with session(manner, shared=True) as console:
-        key = key_of(
-            "score", data=data, loading=loading, output=writing.output, overwrite=writing.overwrite, model=model,
-            method=method, distil=distil, seed=seed,
-        )  # fmt: skip
         from headprune.app import runs, workflow
-        from headprune.app.folders import claimed
+        from headprune.app.folders import claimed, key_of
         from headprune.scoring import DEFAULT_METHODS
 
+        key = key_of("score", data, loading, writing.place, model, method, distil, seed)
         methods = known_methods(method or DEFAULT_METHODS)
         options = options_of(None, model, data, loading, typed, seed=seed, distil=distil, methods=methods)
         choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
@@ -48,10 +55,8 @@ def score(
             tables.print_dry_run(console, scene, methods, choose(), doing, cost.line)
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-            did = partial(
-                folder.already_published, key, writing.overwrite
-            )  # it may have been killed just after the end
-            _, scores = workflow.score_run(options, folder, console, did)
+            published = partial(folder.already_published, key, writing.overwrite)  # killed just after the end
+            _, scores = workflow.score_run(options, folder, console, published)
         # The work is done: that nobody reads this to its end (`| head`) does not interrupt it.
         tables.print_scores(console, scores)
         console.result(

@@ -1,12 +1,15 @@
-"""What all commands run in: quiet libraries, and every error as one line with the right exit code."""
+"""What all commands run in: quiet libraries, every error as one line with the right exit code, signals that stop the process."""
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +45,9 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
     console = Console(manner.quiet or others, manner.json and not others)
     ranks: Any = None
     # What libraries (or a model's own code) print must not be part of the document.
-    apart = redirect_stdout(sys.stderr) if manner.json else nullcontext()
+    aside = redirect_stdout(sys.stderr) if manner.json else nullcontext()
     try:
-        with apart:
+        with aside:
             _check_docstrings()
             quieten(manner.verbose)
             if not shared:
@@ -54,26 +57,16 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
 
             with launcher_ranks() as ranks:
                 if ranks.main:
-                    told_of(console, ranks.size)
+                    say_size(console, ranks.size)
                 yield console
     except HeadPruneError as error:
-        heard(ranks)
+        unhush(ranks)
         fail(console, str(error.args[0]), error.hint)
         if manner.verbose:
             raise
         raise typer.Exit(1) from None
     except KeyboardInterrupt as error:
-        stopped = error if isinstance(error, Stopped) else Stopped()
-        if others:
-            time.sleep(_LINGER)
-        elif ranks is not None and (gone := ranks.find_lost()):  # torchrun stops the others then
-            from headprune.parallel import LostRankError
-
-            lost = LostRankError(gone)
-            fail(console, str(lost.args[0]), lost.hint)
-            raise typer.Exit(1) from None
-        fail(console, "interrupted." if stopped.status == Stopped().status else "terminated.", stopped.hint)
-        raise typer.Exit(stopped.status) from None
+        raise typer.Exit(_say_stopped(error, console, ranks)) from None
     except (typer.Exit, SystemExit, BrokenPipeError):  # the output was closed, as behind `| head`
         raise
     except Exception as error:
@@ -85,6 +78,21 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
         if manner.verbose or os.environ.get("HEADPRUNE_DEBUG"):
             raise
         raise typer.Exit(1) from None
+
+
+def _say_stopped(error: KeyboardInterrupt, console: Console, ranks: Any) -> int:
+    """Say what a signal ended, or which rank's loss was behind it; the exit code."""
+    stopped = error if isinstance(error, Stopped) else Stopped()
+    if isinstance(sys.stderr, NullOutput):
+        time.sleep(_LINGER)
+    elif ranks is not None and (gone := ranks.find_lost()):  # torchrun stops the others then
+        from headprune.parallel import LostRankError
+
+        lost = LostRankError(gone)
+        fail(console, str(lost.args[0]), lost.hint)
+        return 1
+    fail(console, "interrupted." if stopped.status == Stopped().status else "terminated.", stopped.hint)
+    return stopped.status
 
 
 class NullOutput(io.TextIOBase):
@@ -112,20 +120,20 @@ def hush() -> None:
     from headprune.parallel import place
 
     try:
-        found = place()
+        ranks = place()
     except HeadPruneError:  # said by the command
         return
-    if found is not None and found[0] and not os.environ.get("HEADPRUNE_DEBUG"):
+    if ranks is not None and ranks[0] and not os.environ.get("HEADPRUNE_DEBUG"):
         sys.stdout, sys.stderr = NullOutput(sys.stdout), NullOutput(sys.stderr)
 
 
-def heard(ranks: Any) -> None:
+def unhush(ranks: Any) -> None:
     """Let this process print again, if it is the first of those that are left."""
     if isinstance(sys.stderr, NullOutput) and ranks is not None and {*range(ranks.rank)} <= {*ranks.gone}:
         sys.stderr = sys.stderr.real
 
 
-def told_of(console: Console, size: int) -> None:
+def say_size(console: Console, size: int) -> None:
     """Say how many processes share out the work, and where a launcher started fewer than it was asked for."""
     if size > 1:
         console.say(f"{size} processes share out the work.")
@@ -183,6 +191,134 @@ def fail(console: Console, message: str, hint: str) -> None:
 def _say(line: str, aside: bool = True) -> None:
     """A line on stderr; if that takes nothing and ``aside``, on stdout: who sees only that hears of it, too."""
     typer.echo(line, err=True)
-    if aside and getattr(sys.stderr, "lost", False):  # `headprune.cli.ending.Patient`
+    if aside and getattr(sys.stderr, "lost", False):  # `Patient`
         with suppress(OSError):
             typer.echo(line)
+
+
+# -- how the process ends ------------------------------------------------------------------------------
+
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU")
+_GRACE = 3.0  # seconds after a signal in which others are not obeyed: what the first one stopped is cleaning up
+_AGAIN = 0.05  # seconds until a signal that was lost is sent again
+
+
+class Signals:
+    """Signals that stop the process: Ctrl-C, what batch systems, containers and closed terminals send, and a limit on its time.
+
+    A second Ctrl-C a moment after the first would stop the cleaning up, and leave half a file behind.
+
+    Attributes:
+        got: The last of them that was obeyed.
+    """
+
+    def __init__(self) -> None:
+        self.got: int | None = None
+        self._obeyed = float("-inf")
+
+    def listen(self) -> None:
+        """Raise `Stopped` in the main thread when one comes; those that are ignored (``nohup``) stay so."""
+        for name in _SIGNALS:
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, self._stop)
+        usual = sys.unraisablehook
+
+        def resend(event: sys.UnraisableHookArgs) -> None:
+            # Python drops what is raised within a destructor or a weak reference's callback.
+            if isinstance(event.exc_value, Stopped):
+                threading.Timer(_AGAIN, self._again).start()
+            else:
+                usual(event)
+
+        sys.unraisablehook = resend
+
+    def _again(self) -> None:
+        assert self.got is not None
+        self._obeyed = float("-inf")
+        os.kill(os.getpid(), self.got)
+
+    def _stop(self, number: int, _: Any) -> None:
+        now = time.monotonic()
+        if now - self._obeyed >= _GRACE:
+            self.got, self._obeyed = number, now
+            raise Stopped(128 + number)
+
+
+class Patient:
+    """An output whose failures stop no work: what is said beside the results is worth less than they are.
+
+    A closed pipe still stops it, as it stops other programs.
+
+    Attributes:
+        lost: Whether something could not be written.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.lost = False
+
+    def write(self, text: str) -> int:
+        return int(self._try(lambda: self._real.write(text)) or 0)
+
+    def flush(self) -> None:
+        self._try(self._real.flush)
+
+    def _try(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            self.lost = True
+            return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def run(app: Callable[[], Any]) -> None:
+    """Run the application to its end.
+
+    Raises:
+        SystemExit: Always, with the exit status.
+    """
+    signals = Signals()
+    signals.listen()
+    if sys.stderr is not None:
+        sys.stderr = Patient(sys.stderr)
+    if hasattr(sys.stdout, "reconfigure"):  # a locale without ±, or Windows' code page behind a pipe
+        sys.stdout.reconfigure(errors="replace")
+    status: Any = 0
+    try:
+        app()
+    except SystemExit as ended:
+        status = ended.code
+    except KeyboardInterrupt:
+        status = Stopped().status
+    except OSError as error:
+        status = _say_unwritable(error)
+    if status == Stopped().status and signals.got is not None:
+        status = 128 + signals.got  # the library that parses commands takes every signal for Ctrl-C
+    sys.exit(_close(status))
+
+
+def _close(status: Any) -> Any:
+    """The exit status, once both outputs have taken all; what they do not take is dropped, so that Python says nothing of it."""
+    for number, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError) as error:
+            if number == 1 and not status:
+                status = _say_unwritable(error)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return status
+
+
+def _say_unwritable(error: Exception) -> int:
+    """Say that stdout took nothing, unless whoever read it has enough (`| head`); the exit status."""
+    if not isinstance(error, BrokenPipeError) and sys.stderr is not None:
+        why = getattr(error, "strerror", None) or error
+        print(f"headprune: What this command prints could not be written to stdout: {why}.", file=sys.stderr)
+    return 1

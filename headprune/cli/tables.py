@@ -97,9 +97,9 @@ def print_layers(console: Console, name: str, layers: list[Any]) -> None:
 
     rows = []
     for a in layers:
-        alone = "heads" if len(a.units[0]) == 1 else f"groups of {len(a.units[0])}"
+        unit = "heads" if len(a.units[0]) == 1 else f"groups of {len(a.units[0])}"
         numbers = (str(number) for number in (a.num_heads, a.num_kv_heads, a.head_dim))
-        rows.append((f"L{a.index}", a.name, a.kind, *numbers, alone if a.prunable else f"no: {a.reason}"))
+        rows.append((f"L{a.index}", a.name, a.kind, *numbers, unit if a.prunable else f"no: {a.reason}"))
     head = ("", "attention layer", "kind", "heads", "key/value", "width", "prunable")
     print_table(console, f"{name}: {sum(a.num_heads for a in layers)} heads", Table(head, rows))
 

@@ -21,9 +21,8 @@ from headprune.errors import HeadPruneError, check_link, check_text, check_writa
 from headprune.exporting import gguf, onnx
 from headprune.exporting.engines import bench_files, is_exported, time_onnx
 from headprune.exporting.formats import FORMATS, Exported, Format, exporter, format_named
-from headprune.files import atomic_folder
+from headprune.files import atomic_folder, locked
 from headprune.inputs import check_model
-from headprune.locks import locked
 from headprune.pruned import structure_of
 from headprune.running import evaluating
 

@@ -1,12 +1,11 @@
 """Bad inputs, a row each: what is given, what the one line says, and the exit code. `tests/test_bad_input.py` tries them all.
 
-Here is what is typed, and JSON documents; data and folders are in `tests.support.bad_files`.
-
-`tests/test_mistakes.py` has a row for every option of every command; what is there is not here again.
+Here is what is typed, with a row for every option of every command, and JSON documents; data and folders are in `tests.support.bad_files`.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,8 @@ class Row:
     """A bad input.
 
     Attributes:
-        typed: The command; ``{bert}``, ``{llama}``, ``{data}``, ``{made}`` (what ``make`` wrote) and ``{here}`` stand for folders.
+        typed: The command; ``{bert}``, ``{llama}``, ``{data}``, ``{files}`` (of `FILES`), ``{made}`` (what ``make`` wrote) and ``{here}`` stand
+            for folders.
         says: What is in the line: a pattern.
         code: The exit code.
         make: What lies in ``{made}``: by file name its text or bytes, or a change to the document of that name.
@@ -44,8 +44,43 @@ def row(typed: str, says: str, code: int = 1, **make: Any) -> Row:
 
 SCORE, PRUNE = "score {bert} -d {data}", "prune {bert} -d {data}"
 
+# -- files and folders that are not what is asked for ---------------------------------------------------------------------
+
+NO_SCORES = '{"headprune": "scores", "schema": 1, "layers": [], "scores": []}'
+REMOTE = {
+    "model_type": "made-up", "architectures": ["MadeUpForSequenceClassification"],
+    "auto_map": {"AutoConfig": "made_up.Config", "AutoModelForSequenceClassification": "made_up.Model"},
+}  # fmt: skip
+FILES: dict[str, str | bytes] = {
+    "empty.jsonl": "", "empty.json": "", "cut.json": '{"headprune": "plan", "sch', "data.xyz": "a,b\n1,2\n",
+    "other.json": NO_SCORES, "plan-schema.json": '{"headprune": "plan", "schema": 9, "drop": {}}',
+    "plan-no-drop.json": '{"headprune": "plan", "schema": 1}',
+    "plan-list.json": '{"headprune": "plan", "schema": 1, "drop": [1, 2]}',
+    "plan-float.json": '{"headprune": "plan", "schema": 1, "drop": {"L0": [1.5]}}',
+    "plan-text.json": '{"headprune": "plan", "schema": 1, "drop": {"L0": "all"}}',
+    "plan-huge.json": '{"headprune": "plan", "schema": 1, "drop": {"L0": [1]}, "kept": 1e999}',
+    "not-a-dict.json": "[]", "größe.json": "{}",
+    "run-damaged/scores.json": "{", "run-empty/scores.json": NO_SCORES, "run-schema/run.json": '{"headprune": "run", "schema": 7}',
+    "run-bare/run.json": '{"headprune": "run", "schema": 1}', "run-cut/run.json": '{"headprune": "run", "sche',
+    "run-other/run.json": '{"headprune": "scores", "schema": 1}', "run-nothing/run.json": "",
+    "config-empty/config.json": "", "config-cut/config.json": '{"model_type": "be',
+    "config-list/config.json": "[]", "config-unknown/config.json": '{"model_type": "nothing-known"}',
+    "config-remote/config.json": json.dumps(REMOTE),
+    "config-kernel/config.json": json.dumps({
+        "model_type": "bert", "architectures": ["BertForSequenceClassification"], "attn_implementation": "someone/attention",
+    }),
+    "sidecar-cut/config.json": '{"model_type": "bert", "architectures": ["BertForSequenceClassification"]}',
+    "sidecar-cut/headprune.json": '{"headprune": "checkpo',
+    "sidecar-schema/headprune.json": '{"headprune": "checkpoint", "schema": 3}',
+    "plan-none.json": '{"headprune": "plan", "schema": 1, "drop": {"L0": []}}',
+    "plan-nowhere.json": '{"headprune": "plan", "schema": 1, "drop": {"L9": [0]}}', "deep.json": "[" * 100_000,
+    **dict.fromkeys(("binary.json", "binary.jsonl", "run-binary/run.json", "config-binary/config.json"), bytes(range(256))),
+}  # fmt: skip
+
+
 # -- what is typed -----------------------------------------------------------------------------------------------------
 
+# None of these may load a model.
 TYPED: list[Row] = [
     # commands and options that are none
     row("scores", "No such command", 2),
@@ -143,7 +178,7 @@ TYPED: list[Row] = [
     row(f"{PRUNE} --target-kv-cache none", "is no budget"),
     row(f"{PRUNE} --max-drop much", "is no budget"),
     row(f"{PRUNE} --max-drop inf", "is no budget"),
-    row(f"{PRUNE} --keep 4 --target-latency 80%", "different kinds of budget"),
+    row(f"{PRUNE} --keep 4 --target-latency 80%", "--keep and --target-latency are different kinds of budget. Give one of them."),
     row(f"{PRUNE} --target-flops 80% --target-params 80%", "different kinds of budget"),
     row(f"{PRUNE} --keep 4 -s Auto", "no strategy 'Auto'"),
     row(f"{PRUNE} --keep 4 --effort highest", "no effort 'highest'"),
@@ -180,6 +215,188 @@ TYPED: list[Row] = [
     row("bench {bert} {bert} --batch-sizes 1e3", "no list of numbers"),
     row("bench {bert} {bert} --batch-sizes 1,0", "no list of numbers"),
     row("bench {bert} gone.onnx", "no file|no model|Only one of"),
+    row(f"{PRUNE} -k 4 --also {{files}}/gone.jsonl", "There is no file or folder"),
+    row(f"{PRUNE} -k 4 --also {{files}}/empty.jsonl", "empty.jsonl is empty"),
+    Row(("prune", "{bert}", "-d", "{data}", "-k", "4", "--also", " "), "names no dataset"),
+    row(f"{PRUNE} -k 4 --export tflite", "There is no export format 'tflite'"),
+    row(f"{SCORE} --device-map nowhere", "There is no device map 'nowhere'"),
+    row(f"{SCORE} --device-memory 5", "no use without --device-map"),
+    row(f"{SCORE} --offload-folder x", "--offload-folder is gone", 2),
+    row(f"{SCORE} --device-map auto --device-memory 5", "no amount for each device"),
+    Row(("score", "", "-d", "{data}"), "No model was named"),
+    Row(("score", "  ", "-d", "{data}"), "No model was named"),
+    row("score {files}/data.xyz -d {data}", "data.xyz is a file"),
+    row("score {files}/nothing -d {data}", "without a config.json"),
+    row("score {files}/config-empty -d {data}", "config-empty"),
+    row("score {files}/config-cut -d {data}", "config-cut"),
+    row("score {files}/config-binary -d {data}", "config-binary"),
+    row("score {files}/config-list -d {data}", "config-list"),
+    row("score {files}/config-unknown -d {data}", "nothing-known"),
+    row("score {files}/config-remote -d {data}", "add --trust-remote-code"),
+    row("inspect {files}/config-remote", "add --trust-remote-code"),
+    row("inspect {files}/config-kernel", "attention kernel someone/attention"),
+    row("inspect {files}/sidecar-cut", "headprune.json is not readable"),
+    row("inspect größe/modèl", "no model 'größe/modèl'"),
+    Row(("inspect", "x" * 5000), "There is no model"),
+    row(f"{SCORE} --revision v1", "MODEL@REVISION", 2),
+    row("score {bert}", "No dataset was given"),
+    Row(("score", "{bert}", "-d", ""), "No dataset was given"),
+    row("score {bert} -d nope.jsonl", "no file or folder nope.jsonl"),
+    row("score {bert} -d ./nope", "no file or folder ./nope"),
+    row("score {bert} -d /nope/größe", "no file or folder /nope/größe"),
+    Row(("score", "{bert}", "-d", "x" * 5000), "cannot be read: File name too long"),
+    row("score {bert} -d {files}/empty.jsonl", "empty.jsonl is empty"),
+    row("score {bert} -d {files}/nothing", "nothing is empty"),
+    row("score {bert} -d {files}/data.xyz", "no data file that headprune reads"),
+    row(f"{SCORE} --text-column a,b,c", "more than two columns"),
+    row(f"{SCORE} -L none", "Error", 2),
+    row(f"{SCORE} -L 1", "Error", 2),
+    row(f"{SCORE} -L -5", "Error", 2),
+    row(f"{SCORE} --report-limit 0", "Error", 2),
+    row(f"{SCORE} --max-length 1", "Error", 2),
+    row(f"{SCORE} -b 0", "Error", 2),
+    row(f"{SCORE} --seed 99999999999999999999", "Error", 2),
+    row(f"{SCORE} --seed -1", "Error", 2),
+    row(f"{SCORE} --keep 36", "-m l0:keep=36", 2),
+    row(f"{SCORE} -m guess", "no scoring method 'guess'"),
+    Row(("score", "{bert}", "-d", "{data}", "-m", ""), "no scoring method ''"),
+    row(f"{SCORE} --time 60", "-m ablation:time=60", 2),
+    row(f"{SCORE} -m ablation:time=nan", "time to spend"),
+    row(f"{SCORE} -m ablation:time=0", "time to spend"),
+    row(f"{SCORE} -m ablation:examples=1", "examples is 1"),
+    row(f"{SCORE} -m l0:sparsity=nan", "sparsity is nan"),
+    row(f"{SCORE} -m l0:sparsity=inf", "sparsity is inf"),
+    row(f"{SCORE} -m l0:steps=0", "steps is 0"),
+    row(f"{SCORE} -m l0:steps=some", "l0:steps=64"),
+    row(f"{SCORE} -m shapley:permutations=-1", "permutations is -1"),
+    row(f"{SCORE} -m shapley:turns=3", "no setting 'turns'"),
+    row(f"{SCORE} -m l0:keep=none", "keep none"),
+    row(f"{SCORE} -m ablation:memory=lots", "memory=4GB"),
+    Row(("score", "{bert}", "-d", "{data}", "-m", "ablation:memory=" + "9" * 400 + "GB"), "memory=4GB"),
+    row(f"{SCORE} -m ablation:memory=", "memory=4GB"),
+    row(f"{SCORE} -m gradient -m gradient:normalise", "there twice"),
+    row(f"{SCORE} --task cooking", "no task 'cooking'"),
+    Row(("score", "{bert}", "-d", "{data}", "--task", ""), "no task ''"),
+    row(f"{SCORE} --device toaster", "no device 'toaster'"),
+    row(f"{SCORE} --device meta", "no device 'meta'"),
+    row(f"{SCORE} --device cuda:77", "CUDA device|no device"),
+    row(f"{SCORE} --dtype int3", "no dtype 'int3'"),
+    row(f"{SCORE} -o {{files}}/data.xyz", "is a file"),
+    row(f"{SCORE} -o {{files}}/data.xyz/run", "cannot be written|is a file"),
+    row(f"{SCORE} -o /proc/nothing/run", "cannot be written"),
+    row(f"{SCORE} -o {'y' * 300}", "cannot be written|too long"),
+    row(f"{PRUNE} -k 4 -o /proc/nothing/run", "cannot be written"),
+    row("prune", "How many heads to keep"),
+    row("export {bert} --to luck", "no export format"),
+    row("export {bert} --to gguf --dtype int3", "int3"),
+    row(f"{PRUNE} --keep abc", "keep abc is not a number of heads"),
+    row(f"{PRUNE} --keep ½", "is not a number of heads"),
+    row(f"{PRUNE} --keep 2 --keep 1.5", "keep 1.5 is not a number of heads"),
+    row(f"{PRUNE} --keep 0", "leaves no head"),
+    row(f"{PRUNE} --keep 100%", "keeps all heads"),
+    row(f"{PRUNE} --keep 1.0", "keeps all heads"),
+    row(f"{PRUNE} --keep 150%", r"more than all heads\. Keep fewer"),
+    row(f"{PRUNE} --target-latency 100%", "met by the dense model"),
+    row(f"{PRUNE} --target-latency soon", "--target-latency soon is no budget. Write it as 12.5ms or 80%"),
+    row(f"{PRUNE} --target-latency -5", "is no budget"),
+    row(f"{PRUNE} --target-flops nan", "is no budget"),
+    Row(("prune", "{bert}", "-d", "{data}", "--target-flops", "1" + "0" * 400), "is no budget"),
+    row(f"{PRUNE} --target-params 0", "is no budget"),
+    row(f"{PRUNE} --target-params 200%", "met by the dense model"),
+    row(f"{PRUNE} --target-kv-cache 10parsec", "is no budget"),
+    row(f"{PRUNE} --max-drop 5", "did you mean 5%"),
+    row(f"{PRUNE} --max-drop -0.1", "is no budget"),
+    row(f"{PRUNE} --keep 2 --max-drop 0.1", "different kinds of budget"),
+    row(f"{PRUNE} --keep 2 --strategy luck", "no strategy 'luck'. Choose from one-shot"),
+    row(f"{PRUNE} --keep 2 --effort some", "no effort 'some'. Choose from low, normal, high."),
+    row(f"{PRUNE} --keep 2 -m luck", "no scoring method 'luck'"),
+    row(f"{PRUNE} --keep 2 --strategy compensated -m gradient", "takes no scores"),
+    row(f"{PRUNE} --keep 2 --strategy compensated --distil", "takes no scores"),
+    row(f"{PRUNE} --keep 2 --min-heads-per-layer -1", "Error", 2),
+    row(f"{PRUNE} --keep 2 --finetune 0", "no number of epochs"),
+    row(f"{PRUNE} --keep 2 --finetune nan", "no number of epochs"),
+    row(f"{PRUNE} --keep 2 --finetune inf", "no number of epochs"),
+    row(f"{PRUNE} --plan nope.json", "no file nope.json"),
+    row(f"{PRUNE} --plan {{files}}/nothing", "not readable"),
+    row(f"{PRUNE} --plan {{files}}/empty.json", "not readable"),
+    row(f"{PRUNE} --plan {{files}}/cut.json", "not readable"),
+    row(f"{PRUNE} --plan {{files}}/binary.json", "not readable"),
+    row(f"{PRUNE} --plan {{files}}/not-a-dict.json", "does not hold headprune's plan"),
+    row(f"{PRUNE} --plan {{files}}/größe.json", "größe.json does not hold"),
+    row(f"{PRUNE} --plan {{files}}/other.json", "does not hold headprune's plan"),
+    row(f"{PRUNE} --plan {{files}}/plan-schema.json", "has format 9"),
+    row(f"{PRUNE} --plan {{files}}/plan-no-drop.json", "damaged plan"),
+    row(f"{PRUNE} --plan {{files}}/plan-list.json", "damaged plan"),
+    row(f"{PRUNE} --plan {{files}}/plan-float.json", "no list of heads"),
+    row(f"{PRUNE} --plan {{files}}/plan-text.json", "no list of heads"),
+    row(f"{PRUNE} --plan {{files}}/plan-huge.json", "damaged plan"),
+    row("prune -k 4", "There are no scores in reports"),
+    row("prune -k 4 --scores nope", "no file or folder nope"),
+    row("prune -k 4 --scores {data}/test.jsonl", "is not a run's scores.json"),
+    row("prune -k 4 --scores {files}/nothing", "no file .*scores.json"),
+    row("prune -k 4 --scores {files}/run-damaged", "scores.json is not readable"),
+    row("prune -k 4 --scores {files}/run-empty/scores.json", "holds no scores"),
+    row("finetune nope", "no folder nope"),
+    row("finetune {files}/data.xyz", "no folder"),
+    row("finetune {files}/nothing", "holds no pruned model"),
+    row("finetune {files}/nothing --epochs 0", "0 epochs"),
+    row("finetune {files}/nothing --epochs nan", "nan epochs"),
+    row("finetune {files}/nothing --learning-rate -1", "learning rate"),
+    row("finetune {files}/nothing --temperature 0", "temperature"),
+    row("finetune {files}/nothing --alpha 2", "alpha|weight"),
+    row("finetune {files}/nothing --patience 0", "patience"),
+    row("finetune {files}/nothing --epochs 1e300", r"1e\+300 epochs"),
+    row("finetune {files}/nothing --seed 99999999999999999999", "--seed is 99999999999999999999. Give 0 to"),
+    row("finetune {files}/sidecar-schema", "has format 3|Name the dataset|does not say"),
+    row("report nope", "no folder nope"),
+    row("report {files}/data.xyz", "no folder"),
+    row("report {files}/nothing", "is not a run's folder"),
+    row("report {files}/run-nothing", "run.json is not readable"),
+    row("report {files}/run-cut", "run.json is not readable"),
+    row("report {files}/run-binary", "run.json is not readable"),
+    row("report {files}/run-other", "does not hold headprune's run"),
+    row("report {files}/run-schema", "has format 7"),
+    row("report {files}/run-bare", "run.json is damaged, or of another version: commands is missing"),
+    row("bench {bert} {bert} --lengths long", "no list of numbers"),
+    row("bench {bert} {bert} --lengths 8,,9", "no list of numbers"),
+    row("bench {bert} {bert} --lengths 0", "no list of numbers"),
+    row("bench {bert} {bert} --lengths 99999999999999999999", "no list of numbers"),
+    row("bench {bert} {bert} --batch-sizes -1", "no list of numbers"),
+    Row(("bench", "{bert}", "{bert}", "--batch-sizes", ""), "no list of numbers"),
+    Row(("bench", "", "{bert}"), "No model was named"),
+    row("bench {bert} {bert} --seed 99999999999999999999", "Error", 2),
+    row("methods --everything", "Error", 2),
+    row("cook", "Error", 2),
+    row(f"{PRUNE} -k 4 --device-map {{files}}/deep.json", "deep.json is no device map"),
+]  # fmt: skip
+
+# What only the loaded model can tell, but before any long work.
+LATER: list[Row] = [
+    row("show {bert} --image {files}/gone.png", "it takes no image. Use --text"),
+    row("show {bert} --text a --head H", "'H' is no head of this model. Write it as L3.H7"),
+    row(f"{PRUNE} -L 10 --keep 8", "keeps all 8 heads, so there is nothing to prune"),
+    row(f"{PRUNE} -L 10 --keep 2 --keep 9", "more than all 8 heads"),
+    row(f"{PRUNE} -L 10 --keep 1%", "leaves no head"),
+    row(f"{PRUNE} -L 10 --keep 4 --protect L7", "no attention layer named 'L7'"),
+    row(f"{PRUNE} -L 10 --keep 4 --protect L0.H9", "no head 9"),
+    row(f"{PRUNE} -L 10 --target-params 1G", "met by the dense model .* so there is nothing to prune"),
+    row(f"{PRUNE} -L 10 --target-flops 1T", "met by the dense model"),
+    row(f"{PRUNE} -L 10 --target-latency 60000", "met by the dense model"),
+    row(f"{PRUNE} -L 10 --target-kv-cache 50%", "no key/value cache"),
+    row(f"{PRUNE} -L 10 --max-drop 1", "asks for nothing"),
+    row(f"{PRUNE} -L 10 --plan {{files}}/plan-none.json", "drops no head"),
+    row(f"{PRUNE} -L 10 --plan {{files}}/plan-nowhere.json", "no attention layer named 'L9'"),
+    row(f"{SCORE} --max-length 2", "repeat an input of an earlier part.* more than 2 tokens were cut"),
+    row("score {bert} -d {files}/same", "repeat an input of an earlier part"),
+    row("score {bert} -d {files}/few.jsonl", "too few rows"),
+    row("score {bert} -d {files}/binary.jsonl", "cannot be read as a dataset"),
+    row("bench {bert} {bert} --lengths 8,5000", "does not take texts of 5,000 tokens: it has 64 positions. Use --lengths up to 64"),
+    row("score nobody/nothing -d {data}", "no model 'nobody/nothing'"),
+    row("score {bert} -d nobody/nothing", "no dataset 'nobody/nothing'"),
+    row(f"{SCORE} --text-column body", "no column 'body'"),
+    row(f"{SCORE} --task masked-lm", "was not trained for masked-lm"),
+    row("bench {bert} {llama}", "Compare alike"),
+    row(f"{PRUNE} -L 10 --keep 9", "more than all 8 heads"),
 ]  # fmt: skip
 
 

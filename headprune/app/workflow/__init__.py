@@ -4,11 +4,11 @@ The result of each step is stored at once, so that an interrupted run can contin
 """
 
 from headprune.app.options import Options
-from headprune.app.workflow.config import PruneConfig
 from headprune.app.workflow.cost import cost_of_pruning, cost_of_scores
 from headprune.app.workflow.pruning import open_to_prune, plan_run, prune_run
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.app.workflow.scoring import score_run
+from headprune.app.workflow.search import PruneConfig
 
 __all__ = [
     "Console", "Options", "PruneConfig", "Scene", "cost_of_pruning", "cost_of_scores", "open_scene", "open_to_prune",

@@ -16,10 +16,8 @@ from torch import nn
 from headprune import latency, plan_search
 from headprune.amounts import duration
 from headprune.app.data import Part
-from headprune.app.workflow.config import PruneConfig
-from headprune.app.workflow.scene import Console, Scene
-from headprune.app.workflow.targets import RANDOM_DRAWS, trials_of
-from headprune.app.workflow.timing import inputs
+from headprune.app.workflow.scene import Console, Scene, inputs
+from headprune.app.workflow.search import RANDOM_DRAWS, PruneConfig, trials_of
 from headprune.batches import cost_of
 from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
@@ -59,13 +57,13 @@ class Cost:
 def announce(console: Console, make: Callable[[], Cost], quick: Callable[[], Cost] | None = None) -> None:
     """Say in a line what is to come, and what the same takes with ``--effort low`` where that is much less. It never stops a run."""
     try:
-        found, low = current().first("cost", lambda: (make(), quick() if quick else None))
+        cost, low = current().first("cost", lambda: (make(), quick() if quick else None))
     except Exception as error:
         console.say(f"How long this takes could not be told ({type(error).__name__}: {first_line(error)}).")
         return
-    more = f" With --effort low {low}." if low is not None and low.seconds < 0.7 * found.seconds else ""
+    more = f" With --effort low {low}." if low is not None and low.seconds < 0.7 * cost.seconds else ""
     size = current().size
-    console.say(found.line + more + ("" if size == 1 else f" This is for one process; {size} share the work."))
+    console.say(cost.line + more + ("" if size == 1 else f" This is for one process; {size} share the work."))
 
 
 def cost_of_scores(scene: Scene) -> Cost:
@@ -92,8 +90,9 @@ def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScor
     choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
     orders, plans = 0 if config.plan else 2 + len(methods or scores), max(1, len(config.search.budgets))
     planning = 0.0 if config.plan else plan_search.passes_of(config.search, scores, trials)
+    scoring = sum(_passes(method, scene, len(batches)) for method in methods)
     points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * (plans + 1)
-    passes = _scoring(scene, methods, len(batches)) + planning + points * choose + report * (1 + _MEASURED * plans)
+    passes = scoring + planning + points * choose + report * (1 + _MEASURED * plans)
     fits = 0.0
     if config.search.repair:
         passes += plans * (_REPAIR + _DECIDED * choose)
@@ -149,12 +148,8 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
     return times[1] * scale, max(times[1], times[2] - times[1]) * scale
 
 
-def _scoring(scene: Scene, methods: Sequence[str], batches: int) -> float:
-    """Passes over the scoring examples that scoring methods make."""
-    return sum(_passes(method, scene, batches) for method in methods)
-
-
 def _passes(method: str, scene: Scene, batches: int) -> float:
+    """Passes over the scoring examples that a scoring method makes."""
     name, settings = method_and_settings(method)
     heads = sum(layer.num_heads for layer in scene.maskable)
     if name in ("weight-norm", "random"):

@@ -14,28 +14,25 @@ from torch import nn
 from headprune import latency
 from headprune.app import report, runs
 from headprune.app.data import load_also
-from headprune.app.documents import (
-    AlsoData,
-    BudgetResult,
-    Dense,
-    Environment,
-    Examples,
-    Measured,
-    Metrics,
-)
+from headprune.app.documents import AlsoData, BudgetResult, Dense, Environment, Examples, Measured, Metrics, Point, Run
 from headprune.app.runs import RunFolder
-from headprune.app.workflow import exports
-from headprune.app.workflow.checks import check_same, check_search
-from headprune.app.workflow.config import PruneConfig
 from headprune.app.workflow.cost import announce, cost_of_pruning
 from headprune.app.workflow.results import Controls, PruneContext, carry_out, guessing
-from headprune.app.workflow.saving import dense_weights
-from headprune.app.workflow.scene import Console, Scene, open_scene
+from headprune.app.workflow.saving import dense_weights, digest_of_inputs, publish, store_of
+from headprune.app.workflow.scene import Console, Scene, check_same, inputs, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
-from headprune.app.workflow.stages import made_from, publish, store_of
-from headprune.app.workflow.targets import curves, random_orders, search_or_plan, trade_off, trials_of
-from headprune.app.workflow.timing import inputs, time_generation, time_models, time_parts
+from headprune.app.workflow.search import (
+    PruneConfig,
+    check_search,
+    curves,
+    random_orders,
+    search_or_plan,
+    trade_off,
+    trials_of,
+)
+from headprune.app.workflow.timing import export_models, time_exports, time_generation, time_models, time_parts
 from headprune.errors import HeadPruneError, first_line
+from headprune.exporting import format_named
 from headprune.inputs import model_device
 from headprune.parallel import current
 from headprune.plan_search import SearchResult
@@ -63,7 +60,8 @@ def open_to_prune(config: PruneConfig, scores: Sequence[HeadScores], console: Co
         HeadPruneError: A format of an export is not there; the budgets make no sense for the model; the scores are another model's, or of
             examples that will be reported.
     """
-    exports.check(config.exports)
+    for name in config.exports:
+        format_named(name)
     config.check_placement()
     scene = open_scene(config.options, console)
     scene = replace(scene, parts=load_also(config.options.data, scene.loaded, scene.parts))
@@ -77,21 +75,21 @@ def open_to_prune(config: PruneConfig, scores: Sequence[HeadScores], console: Co
 
 
 def prune_run(
-    config: PruneConfig, folder: RunFolder, console: Console, did: Callable[[str], bool] = lambda of: False
+    config: PruneConfig, folder: RunFolder, console: Console, published: Callable[[str], bool] = lambda of: False
 ) -> Metrics:
-    """Prune to each budget, measure again, save the plans and the checkpoints, write the report.
+    """Prune to each budget, measure again, save the plans and the checkpoints, write the report; what metrics.json says.
 
     Args:
         folder: Where to write; may be ``config.source``. It changes when all is done; until then results are kept in
             `Folder.unfinished`, where the same call continues.
-        did: Whether that was done already, of what `made_from` names (`Folder.already_published`).
+        published: Whether the result of the inputs that `digest_of_inputs` names is in the folder already (`Folder.already_published`).
     """
     started, source = time.monotonic(), config.source
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
     # The folder's own scores may be those that this command made.
     own = source is None or source.path.resolve() == folder.path.resolve()
-    if did(of := made_from(scene, config.facts(), [] if own else [s.to_json() for s in scores])):
+    if published(of := digest_of_inputs(scene, config.facts(), [] if own else [s.to_json() for s in scores])):
         return Metrics.read(folder.metrics_path)
     if half := scene.loaded.stored:
         console.say(
@@ -112,70 +110,45 @@ def prune_run(
     assert store.folder is not None
     content = RunFolder(store.folder / "content")
     context = PruneContext(config, scene, trials_of(scene, config, store), store, content, console)
-    result, metrics = _prune_and_measure(context, config.candidates(scores))
+    environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
+    result = _search(context, config.candidates(scores), environment)
+    controls, curve = _compare(context, result)
+    results = []
+    for fit in result.fits:
+        results.append(carry_out(fit, controls, context))
+    metrics = _metrics(context, result, environment, controls, curve, results)
 
     def write() -> None:
-        if source is not None and source.scores_path.exists():
-            shutil.copyfile(source.scores_path, content.scores_path)
-        elif scores:
-            save_scores(content.scores_path, scores)
-        if source is not None and source.heads_path.exists():
-            shutil.copyfile(source.heads_path, content.heads_path)
-        else:
-            write_heads(scene, store, content, console)
-        for i, fit in enumerate(result.fits):
-            fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
-        metrics.write(content.metrics_path)
         seconds = round(seconds_scoring + store.seconds + time.monotonic() - started, 1)
-        content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))
-        report.write_cards(content)
+        document = replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds))
+        _write(context, scores, result, metrics, document)
         publish(folder, content, of)
 
     current().first("writing the run", write)
     return metrics
 
 
-def _prune_and_measure(context: PruneContext, scores: Sequence[HeadScores]) -> tuple[SearchResult, Metrics]:
-    """The plans, carried out with their checkpoints in the new content, and what metrics.json will say."""
-    config, scene, trials, console = context.config, context.scene, context.trials, context.console
-    ranks = current()
-    environment = ranks.first("environment", lambda: runs.environment(str(model_device(scene.model))))
-    search = _searched(context, scores, environment)
-    fits = search.fits
-    dense = context.measure("dense", scene.model, "measuring the dense model")
-    also = [
-        context.measure("dense", scene.model, f"measuring the dense model on {p.name}", p) for p in scene.parts.also
-    ]
-    controls = Controls(dense, random_orders(scene, config, fits), also)
-    curve = trade_off(curves(config, search, trials), controls.random, fits, trials, console)
-    for note in dict.fromkeys(note for fit in fits for note in fit.plan.notes):
-        console.say(note)
-    results = [carry_out(fit, controls, context) for fit in fits]
-    weights, dtype = dense_weights(scene)
-    metrics = Metrics(
-        metric=scene.metric,
-        environment=environment,
-        planning=config.planning(search),
-        dense=Dense(
-            **vars(Measured.of(dense, scene.metric)),
-            parameters=latency.parameters(scene.model),
-            flops=latency.flops(scene.model, scene.typical_input()),
-            guessing=guessing(scene),
-            weights=weights,
-            dtype=dtype,
-        ),
-        budgets=tuple(result for result, _ in results),
-        curve=tuple(curve),
-        also=tuple(
-            AlsoData(name=part.name, data=Examples.of(part), dense=Measured.of(measurement, scene.metric))
-            for part, measurement in zip(scene.parts.also, also, strict=True)
-        ),
-        **_times(context, environment, results),
-    )
-    return search, ranks.first("exports", lambda: _with_exports(context, metrics, environment))
+def _write(
+    context: PruneContext, scores: Sequence[HeadScores], result: SearchResult, metrics: Metrics, run: Run
+) -> None:
+    """Write the documents of a run, all but its report, beside its checkpoints."""
+    source, content = context.config.source, context.content
+    if source is not None and source.scores_path.exists():
+        shutil.copyfile(source.scores_path, content.scores_path)
+    elif scores:
+        save_scores(content.scores_path, scores)
+    if source is not None and source.heads_path.exists():
+        shutil.copyfile(source.heads_path, content.heads_path)
+    else:
+        write_heads(context.scene, context.store, content, context.console)
+    for i, fit in enumerate(result.fits):
+        fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
+    metrics.write(content.metrics_path)
+    content.write_run(run)
+    report.write_cards(content)
 
 
-def _searched(context: PruneContext, scores: Sequence[HeadScores], environment: Environment) -> SearchResult:
+def _search(context: PruneContext, scores: Sequence[HeadScores], environment: Environment) -> SearchResult:
     """The search, as it was when it first ended: what was timed is not timed again, but on another machine."""
     config = context.config
 
@@ -188,12 +161,61 @@ def _searched(context: PruneContext, scores: Sequence[HeadScores], environment: 
     return context.store.get(f"search {environment}" if timed else "search", search)
 
 
+def _compare(context: PruneContext, result: SearchResult) -> tuple[Controls, list[Point]]:
+    """What pruned models are compared with, and the curves of metric against heads kept."""
+    config, scene, console = context.config, context.scene, context.console
+    dense = context.measure("dense", scene.model, "measuring the dense model")
+    also = [
+        context.measure("dense", scene.model, f"measuring the dense model on {p.name}", p) for p in scene.parts.also
+    ]
+    controls = Controls(dense, random_orders(scene, config, result.fits), also)
+    orders = curves(config, result, context.trials)
+    curve = trade_off(orders, controls.random, result.fits, context.trials, console)
+    for note in dict.fromkeys(note for fit in result.fits for note in fit.plan.notes):
+        console.say(note)
+    return controls, curve
+
+
+def _metrics(
+    context: PruneContext,
+    result: SearchResult,
+    environment: Environment,
+    controls: Controls,
+    curve: Sequence[Point],
+    results: Sequence[tuple[BudgetResult, nn.Module]],
+) -> Metrics:
+    """What metrics.json says, with the times and the exports, which are made here."""
+    scene, metric = context.scene, context.scene.metric
+    weights, dtype = dense_weights(scene)
+    metrics = Metrics(
+        metric=metric,
+        environment=environment,
+        planning=context.config.planning(result),
+        dense=Dense(
+            **vars(Measured.of(controls.dense, metric)),
+            parameters=latency.parameters(scene.model),
+            flops=latency.flops(scene.model, scene.typical_input()),
+            guessing=guessing(scene),
+            weights=weights,
+            dtype=dtype,
+        ),
+        budgets=tuple(budget for budget, _ in results),
+        curve=tuple(curve),
+        also=tuple(
+            AlsoData(name=part.name, data=Examples.of(part), dense=Measured.of(dense, metric))
+            for part, dense in zip(scene.parts.also, controls.also, strict=True)
+        ),
+        **_times(context, environment, results),
+    )
+    return current().first("exports", lambda: _with_exports(context, metrics, environment))
+
+
 def _with_exports(context: PruneContext, metrics: Metrics, environment: Environment) -> Metrics:
     """The same, with the pruned models in other formats and their times there."""
     if not context.config.exports:
         return metrics
-    models = exports.export_models(context, sorted(metrics.budgets, key=lambda b: -b.kept))
-    return replace(metrics, exports=models, engines=exports.time_exports(context, models, environment))
+    models = export_models(context, sorted(metrics.budgets, key=lambda b: -b.kept))
+    return replace(metrics, exports=models, engines=time_exports(context, models, environment))
 
 
 def _times(

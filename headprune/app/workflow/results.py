@@ -1,9 +1,9 @@
-"""One budget's plan carried out: repaired, pruned, trained, saved, loaded again and measured."""
+"""One budget's plan facts out: repaired, pruned, trained, saved, loaded again and measured."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,9 +20,8 @@ from headprune.app.documents import AlsoMeasured, BudgetRecord, BudgetResult, Me
 from headprune.app.options import FinetuneOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow import saving
-from headprune.app.workflow.config import PruneConfig
-from headprune.app.workflow.scene import Console, Scene
-from headprune.app.workflow.timing import budget_input
+from headprune.app.workflow.scene import Console, Scene, budget_input
+from headprune.app.workflow.search import PruneConfig
 from headprune.attention import Heads
 from headprune.budgets import Fit
 from headprune.divergence import IGNORED
@@ -42,7 +41,7 @@ from headprune.trials import Trials
 
 @dataclass(frozen=True)
 class PruneContext:
-    """What every plan of a run is carried out with.
+    """What every plan of a run is facts out with.
 
     Attributes:
         trials: The dense model, and how plans are masked and repaired.
@@ -64,9 +63,8 @@ class PruneContext:
             name: Under which the result is kept.
             label: Of the progress bar.
         """
-        batches = (also or self.scene.parts.report).batches()
         with self.console.track(label) as progress:
-            return self.store.get(stage_on(name, also), lambda: evaluate(model, batches, progress=progress))
+            return self._get(name, also, lambda batches: evaluate(model, batches, progress=progress))
 
     def measure_masked(self, name: str, drop: Heads, *, repaired: bool, also: Part | None = None) -> Measurement:
         """The dense model with heads masked, on the reporting part or a second dataset.
@@ -75,18 +73,18 @@ class PruneContext:
             name: Under which the result is kept.
             repaired: Whether the other heads are refitted layer by layer, as for the random control: a whole repair of each would take long.
         """
-        batches = list((also or self.scene.parts.report).batches())
 
-        def measure() -> Measurement:
+        def measure(batches: Iterable[Any]) -> Measurement:
             with self.trials.repaired(drop) if repaired else nullcontext():
-                return self.trials.masked(drop, batches)
+                return self.trials.masked(drop, list(batches))
 
-        return self.store.get(stage_on(name, also), measure)
+        return self._get(name, also, measure)
 
-
-def stage_on(name: str, also: Part | None) -> str:
-    """A stage's name, with the second dataset that it is measured on, if any: datasets are not in the key of a run's computation."""
-    return name if also is None else f"{name} on {also.name} {also.content_hash()}"
+    def _get(self, name: str, also: Part | None, measure: Callable[[Iterable[Any]], Measurement]) -> Measurement:
+        """A measurement that is kept; a second dataset is in its name, as it is not in the key of the run's computation."""
+        if also is not None:
+            name = f"{name} on {also.name} {also.content_hash()}"
+        return self.store.get(name, lambda: measure((also or self.scene.parts.report).batches()))
 
 
 @dataclass(frozen=True)
@@ -110,37 +108,41 @@ class SavedModel:
 
     Attributes:
         repair: What its repair did; None where there was none.
-        dtype, weights, note: As of `saving.Saved`.
         size: Bytes of its folder, before its card is written with the figures of the run.
     """
 
     repair: Repair | None
     finetune: Trained | None
     proof: Proved
-    dtype: str
-    note: str
+    saved: saving.Saved
     size: int
-    weights: int
 
 
 def carry_out(fit: Fit, controls: Controls, context: PruneContext) -> tuple[BudgetResult, nn.Module]:
     """What is reported of a plan, and its pruned model as it is loaded from where it was saved."""
     scene, plan, metric = context.scene, fit.plan, context.scene.metric
     path = context.content.checkpoint_path(plan.asked)
-    saved, model = _saved_model(context, plan, path)
-    if saved.note:
-        context.console.say(saved.note)
+    make = partial(_make, context, plan, path)
+    facts = context.store.get(f"made {plan.asked}", make)
+    try:
+        model = saving.load(scene, path)  # what is reported is what a user will load, not what is in memory
+    except HeadPruneError:  # a folder of an interrupted run may be damaged
+        context.store.forget(f"made {plan.asked}")
+        facts = context.store.get(f"made {plan.asked}", make)
+        model = saving.load(scene, path)
+    if facts.saved.note:
+        context.console.say(facts.saved.note)
     pruned = context.measure(f"pruned {plan.asked}", model, f"measuring with {head_count(plan.kept)}")
     random = _measure_random(context, plan, controls.random)
     like_random = pruned
-    if _differs_from_control(saved.repair) or context.config.finetune:
+    if _differs_from_control(facts.repair) or context.config.finetune:
         like_random = context.measure_masked(f"like control {plan.asked}", plan.drop, repaired=True)
     repair = None
-    if saved.repair is not None:
+    if facts.repair is not None:
         without = context.measure_masked(f"unrepaired {plan.asked}", plan.drop, repaired=False)
-        alone = Measured.of(like_random, metric) if _differs_from_control(saved.repair) else None
+        layers = Measured.of(like_random, metric) if _differs_from_control(facts.repair) else None
         gain = compare(without, pruned, metric)
-        repair = Repaired(**vars(saved.repair), without=Measured.of(without, metric), layers_alone=alone, gain=gain)
+        repair = Repaired(**vars(facts.repair), without=Measured.of(without, metric), layers_alone=layers, gain=gain)
     also = tuple(
         _measure_also(context, plan, model, part, dense)
         for part, dense in zip(scene.parts.also, controls.also, strict=True)
@@ -153,7 +155,7 @@ def carry_out(fit: Fit, controls: Controls, context: PruneContext) -> tuple[Budg
         method=plan.method,
         strategy=plan.strategy,
         budget=_budget_reading(scene, fit),
-        notes=(*plan.notes, *filter(None, [saved.note])),
+        notes=(*plan.notes, *filter(None, [facts.saved.note])),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
         pruned=Measured.of(pruned, metric),
         change=compare(controls.dense, pruned, metric),
@@ -161,14 +163,14 @@ def carry_out(fit: Fit, controls: Controls, context: PruneContext) -> tuple[Budg
         over_random=compare(mean_of(random), like_random, metric),
         also=also,
         repair=repair,
-        finetune=saved.finetune,
-        proof=saved.proof,
+        finetune=facts.finetune,
+        proof=facts.proof,
         parameters=latency.parameters(model),
         flops=latency.flops(model, scene.typical_input()),
         checkpoint=path.name,
-        size=saved.size,
-        weights=saved.weights,
-        dtype=saved.dtype,
+        size=facts.size,
+        weights=facts.saved.weights,
+        dtype=facts.saved.dtype,
         loads=checkpoint.load_call(path).code(),
     )
     return result, model
@@ -236,21 +238,6 @@ def most_frequent(features: Iterable[Mapping[str, Any]]) -> float | None:
     return sum(max(count.values()) for count in counts.values()) / total if total else None
 
 
-def _saved_model(context: PruneContext, plan: PruningPlan, path: Path) -> tuple[SavedModel, nn.Module]:
-    """The facts of a pruned model that is saved to ``path``, and the model as it is loaded from there.
-
-    What is reported is what a user will load, not what is in memory.
-    """
-    stage = f"made {plan.asked}"
-    saved = context.store.get(stage, partial(_make, context, plan, path))
-    try:
-        return saved, saving.load(context.scene, path)
-    except HeadPruneError:  # a folder of an interrupted run may be damaged
-        context.store.forget(stage)
-        saved = context.store.get(stage, partial(_make, context, plan, path))
-        return saved, saving.load(context.scene, path)
-
-
 def _make(context: PruneContext, plan: PruningPlan, path: Path) -> SavedModel:
     """Repair, prune, train and save."""
     scene, trials, console = context.scene, context.trials, context.console
@@ -269,10 +256,8 @@ def _make(context: PruneContext, plan: PruningPlan, path: Path) -> SavedModel:
         repair=repair,
         finetune=trained,
         proof=Proved(**asdict(proof), reload_difference=saved.difference),
-        dtype=saved.dtype,
-        note=saved.note,
+        saved=saved,
         size=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
-        weights=saved.weights,
     )
 
 

@@ -1,4 +1,4 @@
-"""Saving a pruned model as its checkpoint was stored, and loading it again as the run computes.
+"""Saving: a pruned model as its checkpoint was stored; results as soon as they exist, so that an interrupted run continues; the run folder, as a whole.
 
 On a CPU a checkpoint in half precision is computed with in float32, which is faster and rounds no small score. Its pruned model is
 saved in half precision all the same: weights that were not refitted lose nothing by it, and the folder is not larger than
@@ -7,7 +7,8 @@ the dense one. What is measured is the saved folder, its weights widened again, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ import torch
 from torch import nn
 
 from headprune import checkpoint
-from headprune.app.precision import narrow, stored_size, widen
+from headprune.app import report
+from headprune.app.folders import Folder
+from headprune.app.runs import PARTS, RunFolder
+from headprune.app.sources import narrow, stored_size, widen
 from headprune.app.workflow.scene import Scene
-from headprune.errors import HeadPruneError, PruneError, first_line
+from headprune.errors import HeadPruneError, PruneError, first_line, is_of_the_disk
+from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
 from headprune.inputs import call, model_device, move
 from headprune.memory import is_out_of_memory
 from headprune.offload import copied
+from headprune.store import Store, digest
 from headprune.surgery import answers
 
 
@@ -58,9 +64,9 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, **about: 
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, OSError):
                 raise
-            note = in_full(half, error)
-    found = _saved(scene, model, path, tolerance, about)
-    return replace(found, note=note)
+            note = f"Saved in float32: in {_name(half)}, as it was stored, the model does not work here ({first_line(error)})."
+    saved = _saved(scene, model, path, tolerance, about)
+    return replace(saved, note=note)
 
 
 def load(scene: Scene, path: Path) -> nn.Module:
@@ -74,27 +80,22 @@ def load(scene: Scene, path: Path) -> nn.Module:
     return model
 
 
-def in_full(half: torch.dtype, error: Exception) -> str:
-    """Why a model is saved in float32 although it was stored in half precision."""
-    return f"Saved in float32: in {_name(half)}, as it was stored, the model does not work here ({first_line(error)})."
-
-
 def halved(model: nn.Module, half: torch.dtype, example: dict[str, torch.Tensor]) -> nn.Module:
     """A copy of a model with its weights in half precision, that runs so.
 
     Args:
-        example: For a model in half precision (`in_half`).
+        example: For a model in half precision.
 
     Raises:
         HeadPruneError: Its answers are not finite.
     """
-    made = copied(model)
-    narrow(made, half)
+    narrowed = copied(model)
+    narrow(narrowed, half)
     with torch.inference_mode():
-        found = answers(call(made, example))
-    if not all(bool(t.isfinite().all()) for t in found):
+        outputs = answers(call(narrowed, example))
+    if not all(bool(t.isfinite().all()) for t in outputs):
         raise HeadPruneError("its answers are not finite")
-    return made
+    return narrowed
 
 
 def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float, about: dict[str, Any]) -> Saved:
@@ -126,14 +127,64 @@ def dense_weights(scene: Scene) -> tuple[int, str]:
 
 
 def _example(scene: Scene, half: torch.dtype) -> dict[str, torch.Tensor]:
-    """The scene's example for a model in half precision."""
-    return in_half(move(scene.example, model_device(scene.model)), half)
-
-
-def in_half(example: dict[str, torch.Tensor], half: torch.dtype) -> dict[str, torch.Tensor]:
-    """An example for a model in half precision, which takes pixels and sounds so, too."""
+    """The scene's example for a model in half precision, which takes pixels and sounds so, too."""
+    example = move(scene.example, model_device(scene.model))
     return {k: v.to(half) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in example.items()}
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def store_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callable[[str], None]) -> Store:
+    """The results of one computation: of this model, data, options and versions.
+
+    Args:
+        name: What it does.
+        facts: What else it depends on.
+    """
+    options = asdict(scene.options)
+    loading = options["loading"]
+    del loading["trust_remote_code"], options["data"]["also"], options["methods"]  # change no number here
+    del loading["device_map"], loading["device_memory"]  # nor does where weights are kept
+    parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
+    device = model_device(scene.model).type
+    return folder.store(say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
+
+
+def digest_of_inputs(scene: Scene, *facts: Any) -> str:
+    """A name for a model, data and versions, by which a command that is typed again knows whether its result is still that of them.
+
+    Args:
+        facts: What else the result depends on, beside the command's options.
+    """
+    model = (fingerprint(scene.model), config_hash(scene.model), processor_hash(scene.loaded.processor))
+    parts = [
+        part.content_hash() for part in (scene.parts.score, scene.parts.choose, scene.parts.report, *scene.parts.also)
+    ]
+    return digest(versions(), model, parts, list(facts))
+
+
+def publish(folder: RunFolder, content: RunFolder, of: str) -> None:
+    """Write the report of a complete run, and put all of it in the place of what is there.
+
+    Args:
+        of: See `digest_of_inputs`.
+
+    Raises:
+        HeadPruneError: The report could not be written; all else is in its place. Or the disk is full: then nothing is, and what was
+            there stays.
+    """
+    trouble: Exception | None = None
+    try:
+        report.write(content)
+    except Exception as error:
+        if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
+            raise
+        trouble = error
+    folder.publish(content.path, PARTS, of)
+    if trouble is not None:
+        raise HeadPruneError(
+            f"The report could not be written ({type(trouble).__name__}: {first_line(trouble)}); all else is in {folder.path}.",
+            f"`headprune report {folder.path}` tries again.",
+        ) from trouble

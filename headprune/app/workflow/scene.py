@@ -1,24 +1,28 @@
-"""What a run works on: a loaded model, its data and its layers."""
+"""What a run works on: a loaded model, its data and its layers; and whether scores of an earlier run are of the same."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from headprune.app.data import DataParts, load_parts
+from headprune import latency
+from headprune.app.data import DataOptions, DataParts, load_parts
+from headprune.app.documents import Cut, Examples, Run
 from headprune.app.models import LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
-from headprune.app.placing import placed
+from headprune.app.runs import RunFolder
+from headprune.app.sources import placed
 from headprune.attention import AttentionLayer
-from headprune.errors import HeadPruneError
-from headprune.fingerprint import fingerprint
+from headprune.errors import HeadPruneError, ScoresError
+from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
 from headprune.inputs import first_rows
 from headprune.parallel import current
 from headprune.plan_search import SearchConsole
-from headprune.scoring import method_named
+from headprune.scoring import HeadScores, method_named
 from headprune.scoring.base import method_and_settings
 from headprune.trace import find_attention
 
@@ -55,13 +59,13 @@ class Scene:
 
     def typical_input(self, batch: int = 1) -> dict[str, Any]:
         """Examples of median length, without labels where the model does not need them."""
-        found: dict[str, Any] = self.parts.report.typical(min(batch, len(self.parts.report)))
+        example: dict[str, Any] = self.parts.report.typical(min(batch, len(self.parts.report)))
         if len(self.parts.report) < batch:
-            found = {k: torch.cat([v] * (batch // len(v) + 1))[:batch] for k, v in found.items()}
-        found = first_rows(found, batch)
+            example = {k: torch.cat([v] * (batch // len(v) + 1))[:batch] for k, v in example.items()}
+        example = first_rows(example, batch)
         if getattr(self.model.config, "is_encoder_decoder", False):
-            return found
-        return {k: v for k, v in found.items() if k not in ("labels", "start_positions", "end_positions")}
+            return example
+        return {k: v for k, v in example.items() if k not in ("labels", "start_positions", "end_positions")}
 
 
 def open_scene(options: Options, console: Console, *, labelled: bool | None = True) -> Scene:
@@ -97,3 +101,115 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
     current().agree("a model", lambda: fingerprint(loaded.model))
     current().agree("examples", lambda: [part.content_hash() for part in (parts.score, parts.choose, parts.report)])
     return Scene(options, loaded, parts, find_attention(loaded.model, next(parts.score.batches(2))))
+
+
+def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
+    """What is timed, as (batch, tokens, example); the largest is the last."""
+    examples = [(batch, _shaped(scene, batch, length)) for batch, length in _shapes(scene)]
+    return [(batch, latency.example_shape(example)[1], example) for batch, example in examples]
+
+
+def budget_input(scene: Scene) -> dict[str, Any]:
+    """What a latency budget is about: a batch of the run's size, of median length."""
+    return _shaped(scene, scene.options.data.batch_size, _shapes(scene)[0][1])
+
+
+def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
+    """Batch 1 and the run's batch size; for texts at the median length and at four times that, as far as the model reads."""
+    sizes = sorted({1, scene.options.data.batch_size})
+    lengths: list[int | None] = [None]
+    if scene.loaded.task.modality == "text" and scene.loaded.task.name != "seq2seq":
+        typical = latency.example_shape(scene.typical_input())[1]
+        limit = getattr(scene.model.config, "max_position_embeddings", None) or 10**6
+        longer = min(4 * typical, limit - 2)  # RoBERTa's positions begin at 2
+        lengths = [typical, longer] if longer > typical else [typical]
+    return [(size, length) for length in lengths for size in sizes]
+
+
+def _shaped(scene: Scene, batch: int, length: int | None) -> dict[str, Any]:
+    if length is None:
+        return scene.typical_input(batch)
+    return latency.shaped(scene.parts.report.typical(min(batch, len(scene.parts.report))), batch, length)
+
+
+def check_scored(scene: Scene, run: Run, where: object) -> list[str]:
+    """Refuse scores that were made on another scoring part than this run has.
+
+    A run has one scoring part, for scores, repair and the report. The other two parts share no example with it,
+    however they are cut, so they may be larger or smaller than they were.
+
+    Args:
+        run: The document of the run that scored.
+        where: Its folder, for people.
+
+    Returns:
+        A note if the other parts are others now though they are cut alike: the data was changed.
+
+    Raises:
+        HeadPruneError: It is another one; the message names the options that make it so.
+    """
+    before, then, now = run.options.data, run.parts.score, Examples.of(scene.parts.score)
+    if then.same(now):
+        alike = not changed_options(before, scene.options.data)
+        if alike and not run.parts.same(Cut.of(scene.parts)):
+            return [
+                f"{before.dataset} has changed since it was scored: the examples to choose or to report on are different now."
+            ]
+        return []
+    changed = [flag for flag in changed_options(before, scene.options.data) if flag != "--report-limit"]
+    if not changed:
+        raise ScoresError(
+            f"{before.dataset} no longer holds the examples that were scored for {where}.",
+            "Score again, or restore the data.",
+        )
+    flags = " and ".join(changed)
+    raise ScoresError(
+        f"The scores in {where} are of {then.examples:,} examples of {then.split!r}; with {flags} the scoring part "
+        f"is another one ({now.examples:,} of {now.split!r}), and a run has one, for scores and repair.",
+        f"Leave out {flags}, or score again with {'it' if len(changed) == 1 else 'them'}.",
+    )
+
+
+def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:
+    """Refuse scores of another model, or of examples that are reported; notes on what else changed since they were made.
+
+    Raises:
+        HeadPruneError: The model, its config, its tokenizer or the scored examples are others.
+    """
+    for s in scores:
+        if not has_identity(scene.model, s.model):
+            raise ScoresError(
+                f"The scores in {source.scores_path} are of another model than {scene.options.model} (fingerprint {s.model}, "
+                f"this one is {identity(scene.model)}).",
+                "Score this model first, or leave it out to prune the one that was scored.",
+            )
+    run = source.read_run()
+    for what in run.model.other_now(run.environment, config_hash(scene.model), processor_hash(scene.loaded.processor)):
+        raise ScoresError(
+            f"The {what} of {scene.options.model} has changed since {source.path} was scored.",
+            "Restore it, or score again.",
+        )
+    notes = check_scored(scene, run, source.path)
+    scene.parts.notes.extend(notes)
+    return notes
+
+
+def seen_before(parts: DataParts, before: DataParts, same_data: bool) -> int:
+    """How many examples to report scored or chose the heads before.
+
+    Args:
+        same_data: Whether both are of one dataset, so that row numbers tell too: the same text may be cut elsewhere now.
+    """
+    used = (before.score, before.choose)
+    inputs = {key for part in used for key in part.inputs}
+    rows = {(part.split, row) for part in used for row in part.rows} if same_data else set()
+    report = parts.report
+    return sum(
+        key in inputs or (report.split, row) in rows for key, row in zip(report.inputs, report.rows, strict=True)
+    )
+
+
+def changed_options(before: DataOptions, now: DataOptions) -> list[str]:
+    """The flags by which examples are cut otherwise than before."""
+    names = [f.name for f in fields(DataOptions) if f.name not in ("batch_size", "also")]
+    return [f"--{n.replace('_', '-')}" for n in names if getattr(before, n) != getattr(now, n)]

@@ -16,8 +16,8 @@ from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
 from headprune.app.workflow.cost import announce, cost_of_scores
+from headprune.app.workflow.saving import digest_of_inputs, publish, store_of
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.stages import made_from, publish, store_of
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
@@ -31,22 +31,22 @@ def score_run(
     options: Options,
     folder: RunFolder,
     console: Console,
-    did: Callable[[str], bool] = lambda of: False,
+    published: Callable[[str], bool] = lambda of: False,
 ) -> tuple[Scene, list[HeadScores]]:
     """Score a model by each of the options' methods and write the run folder.
 
     Args:
-        did: Whether that was done already, of what `made_from` names (`Folder.already_published`).
+        published: Whether the result of the inputs that `digest_of_inputs` names is in the folder already (`Folder.already_published`).
     """
     started, methods = time.monotonic(), options.methods
     scene = open_scene(options, console, labelled=None)
-    if did(of := made_from(scene)):
+    if published(of := digest_of_inputs(scene)):
         return scene, folder.read_scores()
     run = run_document(scene, methods, folder)
     announce(console, lambda: cost_of_scores(scene))
     scores, before = score_all(scene, methods, folder, console)
 
-    def written() -> None:
+    def write() -> None:
         content = RunFolder(folder.unfinished / "content")
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
@@ -54,7 +54,7 @@ def score_run(
         content.write_run(replace(run, seconds=(round(before + time.monotonic() - started, 1),)))
         publish(folder, content, of)
 
-    current().first("writing the run", written)
+    current().first("writing the run", write)
     return scene, scores
 
 
@@ -65,7 +65,6 @@ def score_all(
     if not methods:
         return [], 0.0
     batches = list(scene.parts.score.batches())
-    found = []
     options, base = scene.options, Settings(keep=scene.options.keep)
     store = store_of(folder, "score", scene, say=console.say)
 
@@ -80,9 +79,7 @@ def score_all(
         s.details["seconds"] = round(time.monotonic() - began, 2)
         return HeadScores.from_json(s.to_json(), scene.maskable)  # as `prune` will read it
 
-    for text in methods:
-        found.append(store.get(text, partial(score_by, text)))
-    return found, store.seconds
+    return [store.get(text, partial(score_by, text)) for text in methods], store.seconds
 
 
 def write_heads(scene: Scene, store: Store, content: RunFolder, console: Console) -> None:

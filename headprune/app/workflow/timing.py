@@ -1,18 +1,32 @@
-"""Latencies of the dense and every pruned model over shapes of input, and where the time goes."""
+"""Latencies of the dense and every pruned model over shapes of input, where the time goes, and the same in other engines."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from headprune import latency
-from headprune.app.documents import DISTURBED, Latencies, TimeParts
-from headprune.app.workflow.scene import Console, Scene
+from headprune import checkpoint, latency
+from headprune.app.documents import (
+    DISTURBED,
+    BudgetResult,
+    EngineLatency,
+    Environment,
+    ExportedModel,
+    Latencies,
+    TimeParts,
+)
+from headprune.app.sources import widen
+from headprune.app.workflow.results import PruneContext
+from headprune.app.workflow.scene import Console, Scene, inputs
 from headprune.attention import AttentionLayer, Heads
 from headprune.decoding import GenerationRow, benchmark_generation
 from headprune.errors import HeadPruneError
+from headprune.exporting import Exported, export, format_named, is_exported, time_onnx
 from headprune.inputs import writes
 from headprune.latency import LatencyRow
 from headprune.offload import copied
@@ -94,35 +108,65 @@ def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: C
     return tuple(rows)
 
 
-def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
-    """What is timed, as (batch, tokens, example); the largest is the last."""
-    examples = [(batch, _shaped(scene, batch, length)) for batch, length in _shapes(scene)]
-    return [(batch, latency.example_shape(example)[1], example) for batch, example in examples]
-
-
 def _everything(layers: Sequence[AttentionLayer]) -> Heads:
     """Every head that can go."""
     return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
 
 
-def budget_input(scene: Scene) -> dict[str, Any]:
-    """What a latency budget is about: a batch of the run's size, of median length."""
-    return _shaped(scene, scene.options.data.batch_size, _shapes(scene)[0][1])
+def export_models(context: PruneContext, results: Sequence[BudgetResult]) -> tuple[ExportedModel, ...]:
+    """Every pruned model in every format, beside the checkpoints. What a format cannot express is said, and loses nothing."""
+    return tuple(
+        _exported(context, name, result) for name in dict.fromkeys(context.config.exports) for result in results
+    )
 
 
-def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
-    """Batch 1 and the run's batch size; for texts at the median length and at four times that, as far as the model reads."""
-    sizes = sorted({1, scene.options.data.batch_size})
-    lengths: list[int | None] = [None]
-    if scene.loaded.task.modality == "text" and scene.loaded.task.name != "seq2seq":
-        typical = latency.example_shape(scene.typical_input())[1]
-        limit = getattr(scene.model.config, "max_position_embeddings", None) or 10**6
-        longer = min(4 * typical, limit - 2)  # RoBERTa's positions begin at 2
-        lengths = [typical, longer] if longer > typical else [typical]
-    return [(size, length) for length in lengths for size in sizes]
+def time_exports(
+    context: PruneContext, models: Sequence[ExportedModel], environment: Environment
+) -> tuple[EngineLatency, ...]:
+    """The models of each format against the dense one, on the inputs that the run times; of formats whose engine can be timed here."""
+    rows = []
+    for name in dict.fromkeys(model.format for model in models):
+        files = {m.name: context.content.path / m.file for m in models if m.format == name and m.file}
+        if files and all(map(is_exported, files.values())):
+            make = partial(_in_turn, context, name, files)
+            rows.append(context.store.get(f"latency {name} {environment}", make))
+    return tuple(rows)
 
 
-def _shaped(scene: Scene, batch: int, length: int | None) -> dict[str, Any]:
-    if length is None:
-        return scene.typical_input(batch)
-    return latency.shaped(scene.parts.report.typical(min(batch, len(scene.parts.report))), batch, length)
+def _exported(context: PruneContext, name: str, result: BudgetResult) -> ExportedModel:
+    file = f"{result.checkpoint}{format_named(name).suffix}"
+    stage = f"export {file}"
+    make = partial(_written, context, name, result, context.content.path / file)
+    exported = context.store.get(stage, make)
+    if exported.file is not None and not (context.content.path / exported.file).exists():
+        context.store.forget(stage)
+        exported = context.store.get(stage, make)
+    for line in exported.notes if exported.file else (exported.summary, *exported.notes):
+        context.console.say(f"{file}: {line}")
+    return exported
+
+
+def _written(context: PruneContext, name: str, result: BudgetResult, file: Path) -> ExportedModel:
+    facts: dict[str, Any] = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
+    trusted = context.scene.options.loading.trust_remote_code
+    try:
+        with context.console.track(f"writing {file.name}"):
+            model = checkpoint.load(context.content.path / result.checkpoint, trust_remote_code=trusted)
+            done = _export(context, model, name, file)
+    except HeadPruneError as error:
+        return ExportedModel(**facts, file=None, proved=False, summary=str(error.args[0]))
+    return ExportedModel(**facts, file=file.name, proved=done.proved, summary=done.summary, notes=tuple(done.notes))
+
+
+def _in_turn(context: PruneContext, name: str, files: dict[str, Path]) -> EngineLatency:
+    dense = context.content.path.parent / f"dense{format_named(name).suffix}"  # for the times alone
+    with context.console.track(f"timing {name}"):
+        _export(context, copy.deepcopy(context.scene.model).to("cpu"), name, dense)
+        rows = [time_onnx({"dense": dense, **files}, example) for _, _, example in inputs(context.scene)]
+    return EngineLatency(format=name, rows=tuple(rows))
+
+
+def _export(context: PruneContext, model: nn.Module, name: str, file: Path) -> Exported:
+    """A model written in float32."""
+    widen(model)
+    return export(model, file, name, processor=context.scene.loaded.processor, overwrite=True)

@@ -1,0 +1,252 @@
+"""Where a model comes from, where its weights go, and in which precision: from what was typed to what is loaded by.
+
+A weight that came from half precision can be rounded to it again without a change, so a checkpoint that was stored in half
+precision can be saved in it again; only weights that were fitted since are rounded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune import checkpoint
+from headprune.errors import HeadPruneError, check_text, first_line
+from headprune.files import recover_folder
+from headprune.fingerprint import HALVES
+from headprune.inputs import model_device
+from headprune.offload import Offloaded
+
+
+def check_source(source: str) -> None:
+    """Refuse what cannot be a model, before anything is loaded.
+
+    Raises:
+        HeadPruneError: No such folder, and no name that a model on the Hub can have; or a file.
+    """
+    if not source.strip():
+        raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
+    check_text(Path(source))
+    try:
+        recover_folder(Path(source))
+        if Path(source).is_file():
+            raise HeadPruneError(f"{source} is a file.", "Pass the folder that it lies in, or a Hub id.")
+        local = Path(source).is_dir()
+    except OSError as error:
+        raise HeadPruneError(f"There is no model {source!r} ({error.strerror}).", "Check the spelling.") from None
+    if not local and not _may_be_on_hub(split_revision(source)[0]):
+        raise HeadPruneError(
+            f"There is no model {source!r:.200}: no such folder, and on the Hugging Face Hub no model can have this name.",
+            "Check the path.",
+        )
+
+
+def split_revision(source: str) -> tuple[str, str | None]:
+    """A model's id and its revision, of ``ID@REVISION``; a folder has none."""
+    if Path(source).exists() or "@" not in source:
+        return source, None
+    name, _, revision = source.rpartition("@")
+    return name, revision
+
+
+def _may_be_on_hub(source: str) -> bool:
+    """Whether a model on the Hub can have a name: no path can that begins with a dot or a slash, or has several folders."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return False
+    return True
+
+
+def resolved(source: str) -> str:
+    """What a user named, with the pruned model in it for a run folder.
+
+    Raises:
+        HeadPruneError: The run folder holds none or several.
+    """
+    path = Path(source)
+    is_run = (path / "run.json").is_file() and not (path / "config.json").exists()
+    return str(pruned_in(path)) if is_run else source
+
+
+def pruned_in(path: Path) -> Path:
+    """The folder itself, or the pruned model that a run folder holds.
+
+    Raises:
+        HeadPruneError: It holds none or several.
+    """
+    recover_folder(path)
+    if checkpoint.is_checkpoint(path):
+        return path
+    if not path.is_dir():
+        raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that `headprune prune` saved.")
+    candidates = [
+        p for p in path.glob("pruned-*") if re.fullmatch(r"pruned-\d+", p.name) and checkpoint.is_checkpoint(p)
+    ]
+    models = sorted(candidates, key=lambda p: int(p.name.removeprefix("pruned-")))
+    if len(models) != 1:
+        held = f"{len(models)} pruned models ({', '.join(p.name for p in models)})" if models else "no pruned model"
+        hint = f"Name one, such as {models[0]}." if models else "Pass a folder that `headprune prune` saved."
+        raise HeadPruneError(f"{path} holds {held}.", hint)
+    return models[0]
+
+
+def pick_device(device: str) -> torch.device:
+    """A device by its name; ``"auto"`` is CUDA, then MPS, then CPU.
+
+    Raises:
+        HeadPruneError: There is no such device.
+    """
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if device == "auto":
+        return torch.device("cuda" if cuda else "mps" if mps else "cpu")
+    if device.startswith("cuda") and not cuda:
+        raise HeadPruneError("There is no CUDA device here.", "Use --device cpu, or install a CUDA build of torch.")
+    if device == "mps" and not mps:
+        raise HeadPruneError("There is no MPS device here.", "Use --device cpu.")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        place = torch.device("meta")
+    missing = place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()
+    if place.type not in ("cpu", "cuda", "mps") or missing:
+        raise HeadPruneError(f"There is no device {device!r}.", "Use auto, cpu, cuda or mps.")
+    return place
+
+
+def dtype_named(dtype: str, device: torch.device) -> torch.dtype | str:
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    if dtype == "auto":
+        # Half precision is slow on most CPUs, and rounding there hides small scores.
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in known:
+        raise HeadPruneError(f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(known)}.")
+    return known[dtype]
+
+
+NAMED = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def placed(model: nn.Module) -> str:
+    """Where a model is, for people."""
+    places: dict[Any, int] = {}
+    sizes = {f"{name}.": p.numel() * p.element_size() for name, p in model.named_parameters()}
+    for name, place in getattr(model, "hf_device_map", {}).items():  # a module's name, or a parameter's
+        inside = f"{name}." if name else ""
+        places[place] = places.get(place, 0) + sum(size for own, size in sizes.items() if own.startswith(inside))
+    if len(places) < 2 and "disk" not in places:
+        return str(model_device(model))
+    named = {place: f"cuda:{place}" if isinstance(place, int) else str(place) for place in places}
+    return ", ".join(f"{named[place]} ({size / 2**20:,.0f} MiB)" for place, size in places.items())
+
+
+def placing_of(device_map: str | None, memory: str | None) -> dict[str, Any] | None:
+    """The arguments of ``from_pretrained`` for what was typed; None where no device map was.
+
+    Args:
+        device_map: One of `NAMED`, or a JSON file with the device of every module.
+        memory: The most to put on each device, such as ``"0=20GB,cpu=60GB"``.
+
+    Raises:
+        HeadPruneError: A map or an amount that is none; something for a map where there is none.
+    """
+    if device_map is None:
+        if memory is not None:
+            raise HeadPruneError("--device-memory has no use without --device-map.", "Add --device-map auto.")
+        return None
+    places = device_map if device_map in NAMED else _read(device_map)
+    most = None if memory is None else _memory(memory)
+    return {"device_map": places, "max_memory": most}
+
+
+def _read(file: str) -> dict[str, Any]:
+    """A device map from a file."""
+    if not Path(file).is_file():
+        raise HeadPruneError(
+            f"There is no device map {file!r}.",
+            f"Use {', '.join(NAMED)}, or a JSON file with the device of every module.",
+        )
+    try:
+        places = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(places, dict) or not all(type(place) in (int, str) for place in places.values()):
+            raise ValueError("it is no object with a device for every module")
+    except (OSError, ValueError, RecursionError) as error:
+        raise HeadPruneError(
+            f"{file} is no device map ({first_line(error)}).",
+            'Write it as {"model.embed_tokens": 0, "model.layers": "cpu", …}.',
+        ) from error
+    return places
+
+
+def _memory(text: str) -> dict[int | str, int | str]:
+    """The most for each device."""
+    most: dict[int | str, int | str] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+|cpu|mps)\s*=\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b\s*", part, re.IGNORECASE)
+        if match is None:
+            raise HeadPruneError(
+                f"--device-memory {text!r} is no amount for each device.", "Write it as 0=20GB,1=20GB,cpu=60GB."
+            )
+        device, size, unit = match.groups()
+        most[int(device) if device.isdigit() else device.lower()] = int(
+            float(size) * 1024 ** " kmgt".index(unit.lower() or " ")
+        )
+    return most
+
+
+def half_of(config: Any) -> torch.dtype | None:
+    """The half precision that a config says its weights are stored in."""
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return next((half for half in HALVES if dtype in (half, str(half).removeprefix("torch."))), None)
+
+
+def narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round a model's weights to a half precision, except those that transformers keeps in float32.
+
+    Buffers stay as they are: rotary frequencies must not be rounded.
+    """
+    for _, parameter in _narrowed(model, dtype):
+        parameter.data = parameter.data.to(dtype)
+
+
+def widen(model: nn.Module) -> None:
+    """Convert weights, and buffers that are saved, from half precision to float32."""
+    saved = model.state_dict(keep_vars=True).values()
+    for tensor in (*model.parameters(), *saved):
+        if tensor.dtype in HALVES:
+            tensor.data = tensor.data.float()
+
+
+def holds(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a half precision can represent a model's weights exactly."""
+    stored = Offloaded(model)
+    values = (stored.get(name, parameter) for name, parameter in _narrowed(model, dtype))
+    return all(bool((p.to(dtype).to(p.dtype) == p).all()) for p in values)
+
+
+def stored_size(model: nn.Module, half: torch.dtype | None = None) -> int:
+    """Bytes of a model's weights and saved buffers, shared ones once: as they are, or once `narrow` has rounded them to ``half``."""
+    narrowed = {id(p) for _, p in _narrowed(model, half)} if half else set()
+    saved = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
+    return sum(
+        t.numel() * (half.itemsize if half and id(t) in narrowed else t.element_size())
+        for t in {id(t): t for t in saved}.values()
+    )
+
+
+def _narrowed(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    pattern = re.compile("|".join(rf"(?:(?:^|\.){name}(?:\.|$))" for name in kept)) if kept else None
+    for name, parameter in model.named_parameters():
+        if parameter.dtype == torch.float32 and not (pattern and pattern.search(name)):
+            yield name, parameter

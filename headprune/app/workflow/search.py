@@ -1,0 +1,257 @@
+"""From scores and a goal to the plans that will be carried out: what was asked for, checked before the long work, and the search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from headprune.app.documents import Planning, Point
+from headprune.app.options import Options
+from headprune.app.runs import RunFolder
+from headprune.app.workflow.scene import Console, Scene, budget_input
+from headprune.budgets import Budget, Fit
+from headprune.budgets.subject import Subject
+from headprune.errors import HeadPruneError, ScoresError
+from headprune.evaluation import measurable
+from headprune.options import AUTO, SearchOptions
+from headprune.plan_search import (
+    SearchResult,
+    candidates,
+    constraints_of,
+    find_plans,
+    levels_of,
+    may_add_biases,
+    subject_of,
+)
+from headprune.planning import Order, Search, arrange, strategy_named
+from headprune.planning.strategies import effort_named
+from headprune.plans import PruningPlan
+from headprune.scoring import HeadScores, score
+from headprune.scoring.base import method_and_settings
+from headprune.store import Store
+from headprune.trials import Trials
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    """What `headprune prune` is asked for.
+
+    Attributes:
+        options: Model, data and scoring.
+        search: The budgets, and how plans are searched for.
+        plan: Instead of a search.
+        plan_file: Where that is from.
+        finetune: Epochs to train afterwards; 0 for none.
+        methods: Scores to plan by, with their settings (`headprune.options.method_and_settings`). Of a ``source``, () takes all that it has, but random.
+        source: The run whose scores to use; None scores first, if the search needs scores.
+        exports: Formats to write the pruned models in as well, names of `headprune.exporting.FORMATS`.
+    """
+
+    options: Options
+    search: SearchOptions = field(default_factory=SearchOptions)
+    plan: PruningPlan | None = None
+    plan_file: str = ""
+    finetune: float = 0.0
+    methods: Sequence[str] = ()
+    source: RunFolder | None = None
+    exports: Sequence[str] = ()
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.plan is None and strategy_named(self.search.strategy).needs_scores
+
+    @property
+    def uses_scores(self) -> bool:
+        """Whether scores are of use, if there are any."""
+        return self.needs_scores or (self.plan is None and self.search.strategy == AUTO)
+
+    @property
+    def method_names(self) -> list[str]:
+        """The methods, without their settings."""
+        return [method_and_settings(text)[0] for text in self.methods]
+
+    @property
+    def methods_to_score(self) -> Sequence[str]:
+        """The scores that are made before the search."""
+        return self.methods if self.source is None and self.uses_scores else ()
+
+    def read_scores(self) -> list[HeadScores]:
+        """What ``source`` has.
+
+        Raises:
+            HeadPruneError: Scores by one of the methods are missing.
+        """
+        if self.source is None:
+            return []
+        scores = self.source.read_scores()
+        known = [s.method for s in scores]
+        if missing := [m for m in self.method_names if m not in known]:
+            raise ScoresError(
+                f"{self.source.scores_path} holds no scores by {missing[0]}.",
+                f"It has {', '.join(known)}; score again with --method {missing[0]}.",
+            )
+        return scores
+
+    def candidates(self, scores: Sequence[HeadScores]) -> list[HeadScores]:
+        """The scores to plan by: those asked for, and random only if there is nothing else."""
+        return candidates([s for s in scores if s.method in self.method_names] if self.methods else scores)
+
+    def planning(self, result: SearchResult) -> Planning:
+        """How the plans were made, for the report."""
+        if self.plan is not None:
+            return Planning(plan=self.plan_file)
+        search = self.search
+        return Planning(
+            strategy=search.strategy, about=strategy_named(search.strategy).about, protect=str(search.protect),
+            min_heads_per_layer=search.min_heads_per_layer, effort=effort_named(search.effort), work=dict(result.work),
+            judged_by=result.judged_by, compared=result.compared,
+        )  # fmt: skip
+
+    def facts(self) -> list[object]:
+        """What results depend on, beside the model, the data and the scores."""
+        return [self.search, self.plan, self.plan_file, self.finetune]
+
+    def check_placement(self) -> None:
+        """Refuse what a model that is spread over devices cannot do, before it is loaded.
+
+        Raises:
+            HeadPruneError: It was to be trained or exported.
+        """
+        if self.options.loading.device_map is None:
+            return
+        if self.finetune:
+            raise HeadPruneError(
+                "--finetune and --device-map do not go together: weights that are loaded for each pass cannot be trained.",
+                "Leave out --finetune; train the pruned folder where it fits (headprune finetune).",
+            )
+        if self.exports:
+            raise HeadPruneError(
+                "--export and --device-map do not go together: an export takes the whole model into memory.",
+                "Leave out --export; `headprune export` writes the pruned folder's file where that fits.",
+            )
+
+
+def check_search(config: PruneConfig, scene: Scene) -> None:
+    """Refuse a search that leaves the model as it is, or names what it has not; and a model whose metric cannot be measured.
+
+    Raises:
+        HeadPruneError: All heads would stay, a layer or head is not there, or no accuracy or perplexity can be told.
+    """
+    if config.plan is not None:
+        config.plan.on(scene.layers)
+        if not any(config.plan.drop.values()):
+            raise HeadPruneError(
+                f"The plan {config.plan_file} drops no head.", 'Name some in its `drop`, such as {"L0": [3]}.'
+            )
+    else:
+        constraints_of(config.search, scene.maskable)
+        for budget in config.search.budgets:
+            budget.check_dense(subject_for(budget, scene))
+    if scene.metric in measurable(scene.model, scene.parts.report.batches()):
+        return
+    what, name = f"The {scene.metric} of {scene.options.model}", scene.loaded.task.name
+    if scene.metric == "perplexity":
+        raise HeadPruneError(
+            f"{what} cannot be measured: its own loss is not the cross-entropy of its logits, nor a mean over labels.",
+            f"Check --task (it is {name}), or use the Python API, which takes any loss: headprune.score(model, batches).",
+        )
+    raise HeadPruneError(f"{what} cannot be read off its logits.", f"Check --task (it is {name}).")
+
+
+RANDOM_DRAWS = 3
+
+
+def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> Trials:
+    """Plans tried on the scene's choosing part."""
+    return Trials(
+        scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
+        repair=config.search.repair, biases=may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.metric,
+        store=store,
+    )  # fmt: skip
+
+
+def search_or_plan(
+    scene: Scene, config: PruneConfig, scores: Sequence[HeadScores], trials: Trials, console: Console
+) -> SearchResult:
+    """For every budget a plan that meets it; or the user's plan.
+
+    Raises:
+        HeadPruneError: A budget that no order can meet; a plan that does not fit the model.
+    """
+    if config.plan is None:
+        return find_plans(config.search, scores, trials, lambda budget: subject_for(budget, scene, trials), console)
+    config.plan.check_model(scene.model)
+    config.plan.on(scene.layers)  # a layer that cannot be masked is refused by name
+    return SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
+
+
+def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> Subject:
+    """What a budget is measured on; before the search (without trials) only the dense model can be."""
+    inputs = budget_input(scene) if budget.timed else scene.typical_input()
+    if trials is not None:
+        return subject_of(trials, scene.example, inputs)
+    return Subject(scene.model, scene.layers, scene.example, inputs, metric=scene.metric)
+
+
+def random_orders(scene: Scene, config: PruneConfig, fits: Sequence[Fit]) -> list[Order]:
+    """The control: heads drawn at random, under the same constraints."""
+    levels = sorted({f.plan.kept for f in fits})
+    batches = list(scene.parts.score.batches())[:1]
+    return [
+        arrange(
+            Search(
+                scene.maskable,
+                score(scene.model, batches, "random", layers=scene.layers, seed=scene.options.seed + i),
+                constraints_of(config.search, scene.maskable),
+            ),
+            "one-shot",
+            levels,
+        )
+        for i in range(RANDOM_DRAWS)
+    ]
+
+
+def curves(config: PruneConfig, result: SearchResult, trials: Trials) -> dict[str, Order]:
+    """The orders whose curves are drawn: of those that `auto` makes itself the one that is used, or the best one, beside the scores'."""
+    orders, fits = dict(result.orders), result.fits
+    own = [name for name, order in orders.items() if not order.method]
+    if config.search.strategy != AUTO or len(own) < 2:
+        return orders
+    used = fits[0].plan.strategy
+    best = used if used in own else _best({name: orders[name] for name in own}, [f.plan.asked for f in fits], trials)
+    return {name: order for name, order in orders.items() if name not in own or name == best}
+
+
+def _best(orders: dict[str, Order], levels: Sequence[int], trials: Trials) -> str:
+    """The order that reaches most of some numbers of kept heads, and has the best plans there."""
+
+    def merit(name: str) -> tuple[int, float]:
+        plans = [orders[name].plan(keep) for keep in levels if orders[name].least <= keep]
+        return len(plans), sum(map(trials.merit, plans))
+
+    return max(orders, key=merit)
+
+
+def trade_off(
+    orders: dict[str, Order], randoms: Sequence[Order], fits: Sequence[Fit], trials: Trials, console: Console
+) -> list[Point]:
+    """The metric on the choosing part against heads kept, by every order and by random."""
+    total = fits[0].plan.total
+    levels = sorted(levels_of(total, [f.plan.asked for f in fits]), reverse=True)
+    jobs = [("dense", PruningPlan({}, total, total, total))]
+    if not orders:  # a plan of the user's
+        jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
+        levels = [f.plan.kept for f in fits]
+    # What is not used, and the control, would take most of the time: they are drawn where it was asked for, and at the end.
+    drawn = {levels[-1], *(keep for f in fits for keep in (f.plan.asked, f.plan.kept))}
+    used = fits[0].plan.strategy, fits[0].plan.method
+    named = [*orders.items(), *(("random", order) for order in randoms)]
+    for keep in levels:
+        here = [(n, o) for n, o in named if keep in drawn or (n != "random" and (o.strategy, o.method) == used)]
+        jobs += [(name, order.plan(keep)) for name, order in here if order.least <= keep]
+    curve = []
+    with console.track("trade-off on the choosing part") as progress:
+        for i, (name, plan) in enumerate(jobs):
+            curve.append(Point(**trials.point(name, plan)))
+            progress(i + 1, len(jobs))
+    return curve
