@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from headprune.budgets.limit import Cost
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import headprune as hp
 from headprune.app.documents import BudgetRecord
 from headprune.budgets import BUDGETS, Fit, Reading, budget_of
+from headprune.budgets.base import PlanCost
 from headprune.planning import Order
 
 
@@ -28,7 +28,7 @@ def order_of(sizes: list[int]) -> Order:
 
 
 def fit(budget: Any, order: Order, cost: Callable[[hp.PruningPlan], Reading]) -> Fit:
-    return budget.most_heads(order, Cost(cost, cost))
+    return budget.most_heads(order, PlanCost(cost, cost))
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=20), st.integers(1, 50), st.data())

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from headprune.app.options import DataOptions, FinetuneOptions, LoadOptions, Mixture, Options
-from headprune.app.sources import split_revision
 from headprune.cli import tables
 from headprune.cli.app import app
 from headprune.cli.options import Manner, Task, Trust, Typed, takes_options
@@ -79,6 +78,7 @@ def _options(source: Path, data: DataOptions, loading: LoadOptions, teacher: str
     """
     from headprune import checkpoint
     from headprune.app.finetune_run import run_of
+    from headprune.app.sources import split_revision
 
     about, run = checkpoint.about(source), run_of(source)
     if run is None and not data.dataset:
