@@ -47,7 +47,7 @@ def halving(items: Sequence[Any], size: int) -> Iterator[Any]:
     """
     start = 0
     while start < len(items):
-        part = _Part(items[start : start + size])
+        part = _Attempt(items[start : start + size])
         yield part
         if part.failed:
             size = max(1, len(part.items) // 2)
@@ -55,7 +55,7 @@ def halving(items: Sequence[Any], size: int) -> Iterator[Any]:
         start += len(part.items)
 
 
-class _Part:
+class _Attempt:
     def __init__(self, items: Sequence[Any]) -> None:
         self.items, self.failed = items, False
 

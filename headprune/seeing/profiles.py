@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer
-from headprune.batches import is_empty
+from headprune.batches import Rows, is_empty
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example, check_model, inputs_of, is_encoder_decoder, vocabulary_size, without_labels
 from headprune.running import quiet
@@ -64,19 +65,9 @@ def profile_heads(
         rows = rows_of(model, inputs)
         seen, unseen, grid = _seen_layers(model, layers, rows.take(inputs[0], [0]))
         sequences = [sequences_of(model, batch, rows) for batch in inputs]
-        frequencies = _frequencies(sequences)
-
-        def keep(batch: Example, weights: Weights) -> Sums:
-            layer, (queries, keys) = weights.layer, weights.shape[2:]
-            known = sequences_of(model, batch, rows)
-            positions = known.queries(layer, queries), known.keys(layer, keys)
-            return sums_of(weights, LayerInput(*positions, marks, frequencies, grid, is_image(batch)))
-
-        sums: dict[str, Sums] = {layer.name: {} for layer in seen}
-        for batch in inputs:
-            for run in collect_by_example(model, seen, batch, rows, keep):
-                for name, calls in run.items():
-                    sums[name] = added(sums[name], reduce(added, calls, {}))
+        sums = _sums(
+            model, seen, inputs, rows, LayerInput(separators=marks, frequencies=_frequencies(sequences), grid=grid)
+        )
         repeated = _repeated_sums(model, seen, sequences, seed)
         for name, more in repeated.items():
             sums[name] = added(sums[name], more)
@@ -90,6 +81,25 @@ def profile_heads(
         repeated=REPEATED if repeated else 0,
         grid=grid,
     )
+
+
+def _sums(
+    model: nn.Module, layers: Sequence[AttentionLayer], inputs: Sequence[Example], rows: Rows, known: LayerInput
+) -> dict[str, Sums]:
+    """The sums over all queries of every layer, by its name; ``known`` holds for all batches."""
+
+    def keep(batch: Example, weights: Weights) -> Sums:
+        layer, (queries, keys) = weights.layer, weights.shape[2:]
+        sequences = sequences_of(model, batch, rows)
+        at_queries, at_keys = sequences.queries(layer, queries), sequences.keys(layer, keys)
+        return sums_of(weights, replace(known, queries=at_queries, keys=at_keys, is_image=is_image(batch)))
+
+    sums: dict[str, Sums] = {layer.name: {} for layer in layers}
+    for batch in inputs:
+        for run in collect_by_example(model, layers, batch, rows, keep):
+            for name, calls in run.items():
+                sums[name] = added(sums[name], reduce(added, calls, {}))
+    return sums
 
 
 def _seen_layers(

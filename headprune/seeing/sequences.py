@@ -34,7 +34,10 @@ class TokenSequence:
     def if_length(self, count: int) -> TokenSequence:
         """This sequence if it has so many positions, else one of which nothing is known."""
         known = self.ids if self.ids is not None else self.real
-        return self if known is not None and known.shape[1] == count else TokenSequence()
+        return self if known is not None and known.shape[1] == count else UNKNOWN_TOKENS
+
+
+UNKNOWN_TOKENS = TokenSequence()
 
 
 @dataclass(frozen=True)

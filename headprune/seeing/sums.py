@@ -14,7 +14,7 @@ from torch import Tensor
 from headprune.inputs import doubled
 from headprune.seeing.maps import Weights
 from headprune.seeing.roles import HeadProfile
-from headprune.seeing.sequences import Grid, TokenSequence
+from headprune.seeing.sequences import UNKNOWN_TOKENS, Grid, TokenSequence
 
 REACH = 8  # relative positions that the largest weight is looked for at, on both sides
 _FEW = 20  # queries below which a figure that only some queries have says nothing
@@ -28,16 +28,16 @@ class LayerInput:
     """What is known of the positions that a call of a layer sees.
 
     Attributes:
-        queries, keys: The sequences that stand there.
         separators: Ids of tokens that separate texts.
+        queries, keys: The sequences that stand there.
         frequencies: How often each token is in the data, by id; None where that is not counted.
         grid: Of the image that the model sees.
         is_image: Whether the positions are those of an image, with a grid that is known or not.
     """
 
-    queries: TokenSequence
-    keys: TokenSequence
     separators: Tensor
+    queries: TokenSequence = UNKNOWN_TOKENS
+    keys: TokenSequence = UNKNOWN_TOKENS
     frequencies: Tensor | None = None
     grid: Grid | None = None
     is_image: bool = False
