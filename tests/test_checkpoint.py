@@ -512,7 +512,7 @@ def test_a_half_precision_checkpoint_stays_one(half_bert: Path, data_folder: Pat
         assert {t.dtype for t in weights.values() if t.numel()} == {torch.bfloat16}
         assert (told["dtype"], told["weights"]) == ("bfloat16", sum(t.nbytes for t in weights.values()))
     assert budget["repair"] is not None
-    assert "saved in bfloat16, as the checkpoint was stored" in Path("run/report.md").read_text()
+    assert "Weights are saved in bfloat16, as the dense checkpoint is" in Path("run/report.md").read_text()
     _, further = pruned_by_command(folder, data_folder, "--no-repair", output="further")
     assert {t.dtype for t in load_file(further / "model.safetensors").values() if t.numel()} == {torch.bfloat16}
     metrics, folder = pruned_by_command(half_bert, data_folder, "--dtype", "float32", "--no-repair", output="full")

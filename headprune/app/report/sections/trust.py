@@ -90,7 +90,7 @@ def trust(documents: Documents) -> Section:
     )
     lines = [_model(documents), _parts(documents)]
     if metrics is not None:
-        lines += [*_evidence(metrics), *_rounding(metrics, run.model.dtype)]
+        lines += _evidence(metrics)
     notes = Bullets([f"Columns: {columns}.", *run.notes, *fixed])
     return Section("Why trust these figures", [Bullets(lines)], "Columns of the data, and notes on this run", [notes])
 
@@ -144,15 +144,6 @@ def _evidence(metrics: Metrics) -> Iterator[str]:
     bound = " So was the limit that no plan can exceed: the model with every prunable head removed."
     rounds = min(timing.runs for row in metrics.latency.rows for timing in row.timings.values())
     yield f"Dense and pruned models were timed in turn, for at least {rounds} rounds.{bound if metrics.latency.bound else ''}"
-
-
-def _rounding(metrics: Metrics, dtype: str) -> Iterator[str]:
-    """What it means that models are saved in another precision than they are run in."""
-    if other := sorted({budget.dtype for budget in metrics.budgets if budget.dtype not in (None, dtype)}):
-        yield (
-            f"Weights are saved in {' and '.join(other)}, as the checkpoint was stored, so refitted weights are rounded; all figures include "
-            f"this rounding. The dense and the saved models were run in {dtype}."
-        )
 
 
 def _equality(difference: float, limit: str = "") -> str:
