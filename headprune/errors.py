@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class HeadPruneError(Exception):
@@ -44,6 +47,20 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, status: int = 130, hint: str = "") -> None:
         super().__init__()
         self.status, self.hint = status, hint
+
+
+def registered(register: Mapping[str, T], kind: str, name: str) -> T:
+    """An entry of a register by its name.
+
+    Args:
+        kind: What the entries are, for the message.
+
+    Raises:
+        HeadPruneError: There is none of that name.
+    """
+    if name not in register:
+        raise HeadPruneError(f"There is no {kind} {name!r}.", f"Choose from {', '.join(register)}.")
+    return register[name]
 
 
 def first_line(error: BaseException) -> str:

@@ -23,6 +23,10 @@ class Progress(Protocol):
         """``done`` of ``total`` steps; ``note`` is more for a person who waits, such as the widest interval so far."""
 
 
+def no_progress(done: int, total: int, note: str = "") -> None:
+    """Progress that no one follows."""
+
+
 @contextmanager
 def quiet(model: nn.Module, *, exact: bool = True, attributes: bool = True) -> Iterator[None]:
     """The same answers each time, from attention that computes every head by itself; afterwards the model is as it was.

@@ -42,7 +42,7 @@ from headprune.files import read_json, write_json
 from headprune.fingerprint import versions
 from headprune.inputs import model_device, move, seeded
 from headprune.parallel import current
-from headprune.running import Progress, evaluating
+from headprune.running import Progress, evaluating, no_progress
 from headprune.store import digest
 
 SAVE_SECONDS = 60.0  # between two checkpoints, at least
@@ -61,7 +61,7 @@ def finetune(
     work: Path,
     *,
     metric: str = "loss",
-    progress: Progress = lambda done, total, note="": None,
+    progress: Progress = no_progress,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[nn.Module, Training]:
     """A copy of a pruned model, trained on labels and on the dense model's answers (`DistillationLoss`), and how it was trained.

@@ -91,7 +91,7 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
 
     began, source, options = time.monotonic(), config.source, config.options
     run = run_of(source)
-    scene = _open_dense(options, source, run, console)
+    scene = _open_dense(options, run, console)
     parts, metric = scene.parts, scene.metric
     loading = replace(options.loading, task=scene.loaded.task.name)
     pruned = load_model(str(source), loading, with_processor=False).model
@@ -151,7 +151,7 @@ def run_of(source: Path) -> Run | None:
     return folder.read_run() if folder.run_path.is_file() else None
 
 
-def _open_dense(options: Options, source: Path, run: Run | None, console: Console) -> Scene:
+def _open_dense(options: Options, run: Run | None, console: Console) -> Scene:
     """The data, and the model before pruning, which teaches, and which the others are compared with.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, registered
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,8 @@ def format_named(name: str) -> Format:
     Raises:
         HeadPruneError: There is none of that name, or a package that it needs is not installed.
     """
-    if name not in FORMATS:
-        raise HeadPruneError(f"There is no export format {name!r}.", f"Choose from {', '.join(FORMATS)}.")
-    for package in FORMATS[name].needs:
+    chosen = registered(FORMATS, "export format", name)
+    for package in chosen.needs:
         if importlib.util.find_spec(package) is None:
             raise HeadPruneError(f"To write {name}, {package} must be installed.", f'pip install "headprune[{name}]"')
-    return FORMATS[name]
+    return chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, registered
 from headprune.fingerprint import has_identity, identity
 from headprune.planning import search as search  # registers its strategies
 from headprune.planning import uniform as uniform  # and this its own
@@ -137,6 +137,4 @@ def strategy_named(name: str) -> Strategy:
     Raises:
         HeadPruneError: There is none of that name.
     """
-    if name not in STRATEGIES:
-        raise HeadPruneError(f"There is no strategy {name!r}.", f"Choose from {', '.join(STRATEGIES)}.")
-    return STRATEGIES[name]
+    return registered(STRATEGIES, "strategy", name)

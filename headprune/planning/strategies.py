@@ -17,13 +17,13 @@ from headprune import latency
 from headprune.amounts import flops
 from headprune.attention import AttentionLayer, Heads
 from headprune.batches import apparent_size
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, registered
 from headprune.fingerprint import identity
 from headprune.inputs import inputs_of, tensors
 from headprune.losses import LossFn
 from headprune.planning.order import GROUPS, SLICES, Constraints, Order, Unit, grouped, units_of, why_stay
 from headprune.repairing import Calibration
-from headprune.running import Progress
+from headprune.running import Progress, no_progress
 from headprune.scoring.scores import HeadScores
 from headprune.store import Store
 
@@ -69,9 +69,7 @@ def effort_named(name: str) -> Effort:
     Raises:
         HeadPruneError: There is none of that name.
     """
-    if name not in EFFORTS:
-        raise HeadPruneError(f"There is no effort {name!r}.", f"Choose from {', '.join(EFFORTS)}.")
-    return EFFORTS[name]
+    return registered(EFFORTS, "effort", name)
 
 
 @dataclass(frozen=True)
@@ -113,10 +111,6 @@ def spread(count: int, examples: int, most: int | None) -> list[int]:
     return [i * count // taken for i in range(taken)]
 
 
-def _no_progress(done: int, total: int, note: str = "") -> None:
-    """Progress that no one follows."""
-
-
 @dataclass(frozen=True)
 class Search:
     """What every strategy gets.
@@ -143,7 +137,7 @@ class Search:
     constraints: Constraints = field(default_factory=Constraints)
     kind: str = GROUPS
     seed: int = 0
-    progress: Progress = _no_progress
+    progress: Progress = no_progress
     model: nn.Module | None = None
     batches: Sequence[Any] = ()
     calibration: Calibration | None = None

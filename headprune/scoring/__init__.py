@@ -18,7 +18,7 @@ from headprune.fingerprint import identity, versions
 from headprune.inputs import check_weights, model_device, move, usable
 from headprune.losses import ExampleLoss, LossFn
 from headprune.parallel import current
-from headprune.running import Progress, quiet
+from headprune.running import Progress, no_progress, quiet
 from headprune.scoring import ablation, attribution, gradient, learned, statistics
 from headprune.scoring.base import (
     DEFAULT_METHODS,
@@ -110,7 +110,7 @@ def _scored(
     with quiet(model), torch.enable_grad():
         sized = [(batch, losses.rows.size(batch)) for batch in examples]
         surrogate = losses.divergence.surrogate if losses.distils else None
-        report = progress or (lambda done, total, note="": None)
+        report = progress or no_progress
         problem = Problem(model, maskable, sized, losses, seed, report, settings, Store(), surrogate, rows=losses.rows)
         if work is not None and losses.loss_fn is None:
             store = work if isinstance(work, Store) else Store(Path(work))

@@ -25,6 +25,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
+from headprune.running import no_progress
 from headprune.scoring.base import Estimate, Problem, rounded
 from headprune.scoring.gradient import gate_gradients
 from headprune.scoring.replay import Replay
@@ -66,7 +67,7 @@ class AblationSample:
 def sampled(problem: Problem, replay: Replay) -> Estimate:
     """Zero ablation of ``settings.examples`` examples per head (on average), or for ``settings.seconds``."""
     began = time.monotonic()
-    slopes, losses = gate_gradients(replace(problem, progress=lambda done, total, note="": None))
+    slopes, losses = gate_gradients(replace(problem, progress=no_progress))
     # A divergence from the dense model grows with the square.
     expected = -slopes if problem.surrogate is None else slopes**2 / 2
     n, heads = expected.shape
