@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headprune as hp
+from tests.support.problems import quick
 from tests.support.zoo import randomise, text
 
 HEADS, WIDTH, CLASSES = 2, 8, 3
@@ -150,7 +151,7 @@ def in_all_sizes(test: Any) -> Any:
 @in_all_sizes
 def test_scores_are_those_one_by_one(method: str, name: str, rows: int, length: int) -> None:
     model, batches, ones, loss_fn = CASES[name](rows, length)
-    found, expected = (hp.score(model, b, f"{method}:steps=4", loss_fn=loss_fn) for b in (batches, ones))
+    found, expected = (hp.score(model, b, quick(method, "steps=4"), loss_fn=loss_fn) for b in (batches, ones))
     assert found.examples == expected.examples == len(ones)
     torch.testing.assert_close(found.flat(), expected.flat(), rtol=1e-7, atol=1e-10)
     torch.testing.assert_close(found.flat_stderr(), expected.flat_stderr(), rtol=1e-6, atol=1e-10)

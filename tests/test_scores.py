@@ -13,7 +13,7 @@ from torch import nn
 
 import headprune as hp
 from tests.support.checks import hooks
-from tests.support.problems import TokensFirst, output_weight, per_example_loss, scaled, small, split
+from tests.support.problems import TokensFirst, output_weight, per_example_loss, quick, scaled, small, split
 from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, llama, randomise, t5, text
 
 LOOKING = [  # at data
@@ -88,7 +88,7 @@ def test_batch_size_and_order_do_not_matter(method: str, name: str) -> None:
     example = text(rows=8, decoder=5 if name == "t5" else 0)
     batch = labelled(model, example)
     shuffled = {k: v[torch.randperm(8, generator=torch.Generator().manual_seed(3))] for k, v in batch.items()}
-    method_ = f"{method}:steps=8"  # how many points a path needs is seen batch by batch
+    method_ = quick(method, "steps=8")  # how many points a path needs is seen batch by batch
     reference = hp.score(model, split(batch, 1), method_)
     others = [split(batch, 3), split(batch, 8), split(shuffled, 4)]
     for other in others[:2] if method == "resample-ablation" else others:  # which draws by the number of the example
@@ -109,7 +109,7 @@ def test_padding_adds_nothing(method: str, extra: int, rows: int, length: int, l
     batch = labelled(model, text(rows, max(length, 4)))
     fill = {"input_ids": 7, "attention_mask": 0, "labels": -100}
     padded = {k: F.pad(v, (extra, 0) if left else (0, extra), value=fill[k]) for k, v in batch.items()}
-    a, b = (hp.score(model, [x], f"{method}:permutations=4") for x in (batch, padded))
+    a, b = (hp.score(model, [x], quick(method, "permutations=4")) for x in (batch, padded))
     torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-4, atol=1e-6)
 
 
@@ -275,7 +275,8 @@ def test_files_and_agreement(tmp_path: Path) -> None:
     ("ablation:time=0", 0, "time to spend is 0.0 seconds"), ("l0:keep=0", 0, "keep 0 leaves no head"), ("dsp:keep=99", 0, "keep 99 is more than all"),
     ("l0:steps=-1", 0, "steps is -1"),
     ("shapley:permutations=0", 0, "permutations is 0"), ("l0:sparsity=-0.5", 0, "sparsity is -0.5"), ("l0:pace=3", 0, "no setting 'pace'"),
-    ("ablation:memory=much", 0, "'much' is no value for max_memory"),
+    ("gradient:permutations=4", 0, "no setting 'permutations' of gradient"), ("shapley:steps=4", 0, "no setting 'steps' of shapley"),
+    ("ablation:memory=much", 0, "'much' is no value for memory"),
 ])  # fmt: skip
 def test_mistakes(method: str, seed: int, message: str) -> None:
     model, example = bert()

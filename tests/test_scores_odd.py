@@ -10,7 +10,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support.problems import small, split
+from tests.support.problems import quick, small, split
 from tests.support.zoo import bert, labelled, llama, randomise, sizes, text
 
 
@@ -189,7 +189,9 @@ def test_padding_that_is_cut_out_on_the_way(method: str) -> None:
     x = torch.cat([x, x.flip(1)], 1)[:, :6]
     keep = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
     ones = [((x[i : i + 1], keep[i : i + 1]), y[i : i + 1]) for i in range(3)]
-    batch, single = (hp.score(model, b, f"{method}:steps=8", loss_fn=cross_entropy) for b in ([((x, keep), y)], ones))
+    batch, single = (
+        hp.score(model, b, quick(method, "steps=8"), loss_fn=cross_entropy) for b in ([((x, keep), y)], ones)
+    )
     torch.testing.assert_close(batch.flat(), single.flat(), rtol=1e-4, atol=1e-6)
 
 

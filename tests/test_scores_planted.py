@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import headprune as hp
-from tests.support.problems import scaled, split
+from tests.support.problems import quick, scaled, split
 from tests.support.zoo import ZOO, bert, labelled, llama, text
 
 SIGNED = ["ablation", "mean-ablation", "integrated-gradients", "shapley"]
@@ -25,7 +25,7 @@ def test_a_harmful_head_has_the_lowest_score(name: str) -> None:
     model = scaled(model, layers[2], 1, 8.0)
     with torch.no_grad():  # the others barely say anything
         model.classifier.weight *= 2
-    s = hp.score(model, [example], f"{name}:permutations=16", layers=layers)
+    s = hp.score(model, [example], quick(name, "permutations=16"), layers=layers)
     assert s.signed
     assert s.values[layers[2].name][1] < 0
     assert int(s.flat().argmin()) == 2 * 4 + 1
@@ -61,7 +61,7 @@ def test_half_precision(name: str) -> None:
     """bfloat16 gives float32's scores to its own precision, and sums them in float64."""
     model, _ = llama()
     batch = labelled(model, text(16, 8))
-    full, half = (hp.score(m, [batch], f"{name}:steps=8") for m in (model, copy.deepcopy(model).bfloat16()))
+    full, half = (hp.score(m, [batch], quick(name, "steps=8")) for m in (model, copy.deepcopy(model).bfloat16()))
     assert half.flat().dtype == torch.float64
     scale = full.flat().abs().max()
     assert ((half.flat() - full.flat()).abs() <= 0.1 * scale).all()
@@ -112,7 +112,7 @@ def test_the_example_with_a_bad_loss_is_named() -> None:
         target = model(**{k: v for k, v in broken[1].items() if k != "labels"}).logits[1, 0]
     for name in ("ablation", "gradient", "shapley", "integrated-gradients"):
         with pytest.raises(hp.HeadPruneError, match=r"example 3 \(in the order given\) is inf"):
-            hp.score(model, broken, f"{name}:steps=8", loss_fn=loss_fn)
+            hp.score(model, broken, quick(name, "steps=8"), loss_fn=loss_fn)
 
 
 def test_examples_longer_than_the_model_allows() -> None:
@@ -122,7 +122,7 @@ def test_examples_longer_than_the_model_allows() -> None:
     long = {**long, **{k: torch.ones(2, most + 3, dtype=torch.long) for k in ("input_ids", "attention_mask")}}
     for name in ("gradient", "ablation", "entropy", "l0"):
         with pytest.raises(hp.HeadPruneError, match=f"does not run on.*{most + 3} tokens.*{most} positions"):
-            hp.score(model, [fits, long], f"{name}:steps=4")
+            hp.score(model, [fits, long], quick(name, "steps=4"))
 
 
 def test_a_single_example_has_no_standard_error_and_says_so() -> None:

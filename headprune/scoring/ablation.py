@@ -28,7 +28,11 @@ FillsOf = Callable[[int, int, Any], Mapping[str, Fill]]
 """(number of the first example, examples, batch) to what replaces the heads' output, by layer."""
 
 
-@method("ablation", unit="loss (nats) added when the head is removed")
+@method(
+    "ablation",
+    unit="loss (nats) added when the head is removed",
+    settings=("examples", "seconds", "max_memory", "keep"),
+)
 def ablation(problem: Problem) -> Estimate:
     """Zero ablation: the mean over examples of ``L(without the head) - L``, signed.
 
@@ -43,7 +47,7 @@ def ablation(problem: Problem) -> Estimate:
     return _ablated(problem, replay)
 
 
-@method("mean-ablation", unit="loss (nats) added when the head gives its mean")
+@method("mean-ablation", unit="loss (nats) added when the head gives its mean", settings=("max_memory",))
 def mean_ablation(problem: Problem) -> Estimate:
     """The head's output is replaced by its mean over the tokens of all examples, as Wang et al. (2022) do.
 
@@ -64,7 +68,9 @@ def mean_ablation(problem: Problem) -> Estimate:
     return _ablated(problem, Replay(problem), fills)
 
 
-@method("resample-ablation", unit="loss (nats) added when the head says what it said elsewhere")
+@method(
+    "resample-ablation", unit="loss (nats) added when the head says what it said elsewhere", settings=("max_memory",)
+)
 def resample_ablation(problem: Problem) -> Estimate:
     """The head's output at each token is replaced by its output at a random token of a random example.
 

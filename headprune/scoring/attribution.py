@@ -23,7 +23,11 @@ _FEWEST, _MOST = 4, 64  # points of integration
 _GAP = 0.01
 
 
-@method("shapley", unit="loss (nats) added when the head is removed, averaged over orders of removal")
+@method(
+    "shapley",
+    unit="loss (nats) added when the head is removed, averaged over orders of removal",
+    settings=("permutations", "max_memory"),
+)
 def shapley(problem: Problem) -> Estimate:
     """Held and Yang (2022): the mean loss that a head's removal adds, over random orders of removing all heads.
 
@@ -87,7 +91,9 @@ def _weighted_mean(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (weights**2 @ (rows - mean) ** 2 / (1 - weights @ weights)).sqrt()
 
 
-@method("integrated-gradients", unit="loss (nats) added on the way from all heads to none")
+@method(
+    "integrated-gradients", unit="loss (nats) added on the way from all heads to none", settings=("steps", "max_memory")
+)
 def integrated_gradients(problem: Problem) -> Estimate:
     """Hao et al. (2021): gradients integrated while all gates go from 1 to 0 together, signed.
 

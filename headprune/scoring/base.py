@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.batches import Rows, cost_of
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError, first_line, registered
 from headprune.inputs import too_long
 from headprune.memory import is_out_of_memory
 from headprune.plans import heads_to_keep, keep_of
@@ -78,25 +78,26 @@ def method_and_settings(text: str, base: Settings | None = None) -> tuple[str, S
         base: Settings for what the text leaves out.
 
     Raises:
-        HeadPruneError: An unknown setting, or a value out of range.
+        HeadPruneError: An unknown method, a setting that the method does not read, or a value out of range.
     """
     name, _, rest = text.partition(":")
-    known = [each.name for each in fields(Settings)]
+    chosen = method_named(name.strip())
+    known = (*chosen.settings, "normalise")
     given: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         key, _, value = (word.strip() for word in part.partition("="))
         setting = {short: long for long, short in _SHORT.items()}.get(key, key)
         if setting not in known:
             names = ", ".join(_SHORT.get(each, each) for each in known)
-            raise HeadPruneError(f"There is no setting {key!r} of {name}.", f"Choose from {names}.")
+            raise HeadPruneError(f"There is no setting {key!r} of {chosen.name}.", f"It has {names}.")
         try:
             given[setting] = _READERS.get(setting, int)(value)
         except (KeyError, ValueError, OverflowError):
             raise HeadPruneError(
-                f"{value!r} is no value for {setting} in {text!r}.",
+                f"{value!r} is no value for {key} in {text!r}.",
                 f"Write it as {name}:{_EXAMPLES.get(setting, f'{setting}=64')}.",
             ) from None
-    return name.strip(), replace(base or Settings(), **given)
+    return chosen.name, replace(base or Settings(), **given)
 
 
 def bytes_of(text: str) -> int:
@@ -310,6 +311,7 @@ class Method:
 
     Attributes:
         loss: Whether the scores depend on the loss, and so on labels, where there are any.
+        settings: The fields of `Settings` that it reads, beside ``normalise``, which all do.
     """
 
     name: str
@@ -317,6 +319,7 @@ class Method:
     run: Run
     about: str
     loss: bool = True
+    settings: tuple[str, ...] = ()
 
 
 METHODS: dict[str, Method] = {}
@@ -329,16 +332,14 @@ def method_named(name: str) -> Method:
     Raises:
         HeadPruneError: There is none of that name.
     """
-    if name not in METHODS:
-        raise HeadPruneError(f"There is no scoring method {name!r}.", f"Choose from {', '.join(METHODS)}.")
-    return METHODS[name]
+    return registered(METHODS, "scoring method", name)
 
 
-def method(name: str, unit: str, *, loss: bool = True) -> Callable[[Run], Run]:
-    """Register a scoring method under a name; the first line of its docstring describes it."""
+def method(name: str, unit: str, *, loss: bool = True, settings: tuple[str, ...] = ()) -> Callable[[Run], Run]:
+    """Register a scoring method under a name; the first line of its docstring describes it. The rest is as in `Method`."""
 
     def register(run: Run) -> Run:
-        METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().partition("\n")[0], loss)
+        METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().partition("\n")[0], loss, settings)
         return run
 
     return register

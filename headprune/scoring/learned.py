@@ -31,7 +31,7 @@ Draw = Callable[[Tensor, int, torch.Generator, float], Tensor]
 Penalty = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-@method("l0", unit="log-odds that the trained gate is open")
+@method("l0", unit="log-odds that the trained gate is open", settings=("keep", "steps", "sparsity"))
 def l0(problem: Problem) -> Estimate:
     """Voita et al. (2019): random gates trained to close where the loss allows; the log-odds of staying open.
 
@@ -64,7 +64,7 @@ def l0(problem: Problem) -> Estimate:
     return Estimate.without_error(odds, _NO_ERROR, problem.examples, steps=steps, open=odds.sigmoid().sum().item())
 
 
-@method("dsp", unit="log weight of the head in the draw of those that stay")
+@method("dsp", unit="log weight of the head in the draw of those that stay", settings=("keep", "steps"))
 def dsp(problem: Problem) -> Estimate:
     """Li et al. (2021): exactly K heads drawn without replacement by weights that are trained; the log weights.
 

@@ -156,6 +156,7 @@ TYPED: list[Row] = [
     row(f"{SCORE} -m ablation:time=soon", "ablation:time=soon"),
     row(f"{SCORE} -m ablation:time=-1", "time"),
     row(f"{SCORE} -m l0:steps=1.5", "steps"),
+    row(f"{SCORE} -m gradient:permutations=64", "no setting 'permutations' of gradient. It has normalise"),
     row(f"{SCORE} -m l0:sparsity=-0.1", "sparsity"),
     row(f"{PRUNE} --keep inf", "is not a number of heads"),
     row(f"{PRUNE} --keep -0.5", "leaves no head"),

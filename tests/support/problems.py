@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.inputs import first_rows
+from headprune.scoring import METHODS
 from tests.support.zoo import labelled, randomise, text
 
 
@@ -146,3 +147,9 @@ class TokensFirst(nn.Module):
 
 def unlabelled(batches: Sequence[Any]) -> list[Any]:
     return [{k: v for k, v in batch.items() if k != "labels"} for batch in batches]
+
+
+def quick(method: str, *settings: str) -> str:
+    """A scoring method, with those of the settings that it has."""
+    own = [each for each in settings if each.partition("=")[0] in METHODS[method].settings]
+    return f"{method}:{','.join(own)}"

@@ -42,7 +42,7 @@ class PruneConfig:
         plan: Instead of a search.
         plan_file: Where that is from.
         finetune: Epochs to train afterwards; 0 for none.
-        methods: Scores to plan by, with their settings (`headprune.options.method_and_settings`). Of a ``source``, () takes all that it has, but random.
+        methods: Scores to plan by, with their settings (`headprune.scoring.base.method_and_settings`). Of a ``source``, () takes all that it has, but random.
         source: The run whose scores to use; None scores first, if the search needs scores.
         exports: Formats to write the pruned models in as well, names of `headprune.exporting.FORMATS`.
     """
