@@ -168,7 +168,7 @@ def test_cache_bytes_are_those_of_a_real_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    ({"budgets": "weight 80%"}, r"no budget 'weight'. Choose from keep, latency, flops"), ({"budgets": ["flops"]}, "--target-flops  is no budget"),
+    ({"budgets": "weight 80%"}, r"no budget 'weight'. Choose from keep, flops, params"), ({"budgets": ["flops"]}, "--target-flops  is no budget"),
     *(({"budgets": budget}, f"{flag} .* is no budget. Write it as") for budget, flag in (
         ("latency soon", "--target-latency"), ("latency 0", "--target-latency"), ("latency -3", "--target-latency"), ("flops 1.2X", "--target-flops"),
         ("params nan", "--target-params"), ("params 1..2", "--target-params"), ("drop little", "--max-drop"), ("drop -0.01", "--max-drop"),

@@ -20,7 +20,7 @@ from headprune.files import CHECKSUM, read_json, stored_checksum
 from headprune.scoring.scores import HeadScores, load_scores
 
 REPORTS = Path("reports")
-# What a run is made of; a new one in its place replaces all of it.
+# What a run is made of; a new one in its place replaces all of it. Older versions drew agreement.png, latency.png and time.png: they go too.
 PARTS = (
     "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*", "report.md", "report.html",
     "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "time.png", "heads.png",

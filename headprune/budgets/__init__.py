@@ -7,6 +7,3 @@ from headprune.budgets import counted, measured  # noqa: F401  # these register 
 from headprune.budgets.base import BUDGETS, Budget, Fit, Reading, budget_of, kind_named
 
 __all__ = ["BUDGETS", "Budget", "Fit", "Reading", "budget_of", "kind_named"]
-
-for _kind in ("keep", "latency", "flops", "params", "kv-cache", "drop"):  # the order in `headprune prune --help`
-    BUDGETS[_kind] = BUDGETS.pop(_kind)

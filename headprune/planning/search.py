@@ -62,7 +62,7 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
 def auto(search: Search, levels: Sequence[int]) -> Order:
     """Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used.
 
-    So it is no order of its own: `headprune.searching` makes those orders and compares them. See docs/benchmarks.md, Quality by
+    So it is no order of its own: `headprune.plan_search` makes those orders and compares them. See docs/benchmarks.md, Quality by
     heads kept.
 
     Raises:
