@@ -503,6 +503,19 @@ def pruned_by_command(model: Path, data: Path, *more: str, output: str = "run") 
     return metrics, Path(output) / metrics["budgets"][0]["checkpoint"]
 
 
+def test_a_weight_of_the_models_own_without_entries(tmp_path: Path) -> None:
+    """DINOv3 without registers has a parameter [1, 0, hidden], which was taken for one whose heads are gone, and stayed on the meta device."""
+    config = tf.DINOv3ViTConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, image_size=16, patch_size=8, num_register_tokens=0
+    )  # fmt: skip
+    model, example = randomise(tf.DINOv3ViTModel(config)), {"pixel_values": torch.randn(2, 3, 16, 16)}
+    hp.prune(model, {"L0": [1]}, example)
+    loaded = hp.load(hp.save(model, tmp_path / "m"))
+    assert not any(t.is_meta for t in (*loaded.parameters(), *loaded.buffers()))
+    with torch.no_grad():
+        assert torch.equal(loaded(**example)[0], model.eval()(**example)[0])
+
+
 def test_a_half_precision_checkpoint_stays_one(half_bert: Path, data_folder: Path) -> None:
     """Repaired weights are rounded before they are measured, so that what is reported is what a user loads."""
     metrics, folder = pruned_by_command(half_bert, data_folder)

@@ -255,10 +255,9 @@ def known_methods(texts: Sequence[str]) -> tuple[str, ...]:
     Raises:
         HeadPruneError: There is no such method or setting, or a method stands twice.
     """
-    from headprune.scoring import method_named
     from headprune.scoring.base import method_and_settings
 
-    names = [method_named(method_and_settings(text)[0]).name for text in dict.fromkeys(texts)]
+    names = [method_and_settings(text)[0] for text in dict.fromkeys(texts)]
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise HeadPruneError(f"--method {twice[0]} is there twice, with different settings.", "Give it once.")
     return tuple(dict.fromkeys(texts))

@@ -113,9 +113,7 @@ def prune_run(
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
     result = _search(context, config.candidates(scores), environment)
     controls, curve = _compare(context, result)
-    results = []
-    for fit in result.fits:
-        results.append(carry_out(fit, controls, context))
+    results = [carry_out(fit, controls, context) for fit in result.fits]
     metrics = _metrics(context, result, environment, controls, curve, results)
 
     def write() -> None:
