@@ -152,7 +152,9 @@ def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Row
         least = min((len(shape) for shape, _ in shapes), default=0)
         dims = [dim for dim in range(least) if all(shape[dim] == size for shape, size in shapes)]
         layout.setdefault(path, dims[0] if dims else None)
-        certain = path == lead or (dims[:1] == [0] and _name(path) in names)
+        certain = path == lead or (
+            dims[:1] == [0] and (_name(path) in names or path[:1] == (1,))
+        )  # (1,): a pair's labels
         if dims and not certain and (len(dims) > 1 or len({size for _, size in shapes}) == 1):
             doubtful[path] = len(dims) > 1
     holding = [path for path, dim in layout.items() if dim is not None and path != lead]

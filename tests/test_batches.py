@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support.problems import quick
-from tests.support.zoo import randomise, text
+from tests.support.zoo import bert, randomise, text
 
 HEADS, WIDTH, CLASSES = 2, 8, 3
 
@@ -281,3 +281,16 @@ def test_transformers_names_need_no_trial() -> None:
     assert hp.evaluate(model, [{**batch, **shared}]).loss == pytest.approx(expected.loss)
     scores = [hp.score(model, b, "ablation").flat() for b in ([{**batch, **shared}], ones)]
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-6)
+
+
+def test_labels_of_a_pair_count_the_examples_whatever_the_loss() -> None:
+    """A loss that depends on an example's place in its batch, as one with noise does: labels were taken for something all examples share."""
+    model, example = bert()
+
+    def noisy(output: Any, labels: torch.Tensor) -> torch.Tensor:
+        each = output.logits.expand(len(labels), -1) if len(labels) % len(output.logits) else output.logits
+        return (each - torch.randn(each.shape, generator=torch.Generator().manual_seed(0))).square().mean(1)
+
+    pairs = [(example, torch.arange(len(example["input_ids"])))] * 2
+    scores = hp.score(model, pairs, "gradient", loss_fn=noisy)
+    assert scores.examples == 2 * len(example["input_ids"])

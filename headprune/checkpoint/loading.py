@@ -248,7 +248,9 @@ def _fill(model: nn.Module, files: Sequence[Path], places: Mapping[str, Any]) ->
         with safe_open(str(file), framework="pt") as content:
             for name in content.keys():  # noqa: SIM118
                 value, place = content.get_tensor(name), _place(places, name)
-                if not value.numel() and (name not in own or (not own[name].numel() and own[name].shape != value.shape)):
+                if not value.numel() and (
+                    name not in own or (not own[name].numel() and own[name].shape != value.shape)
+                ):
                     continue  # it stands for weights that are gone
                 if name not in own:
                     raise KeyError(f"there is no place for {name}")
