@@ -78,8 +78,8 @@ class Folder:
         return (self.command or {}).get("key") == key
 
     def done_by(self, key: str) -> bool:
-        """Whether this very command was interrupted here after all its work was published."""
-        return self.left_by(key) and (self.unfinished / _DONE).exists()
+        """Whether this very command was interrupted here when its work was published, or was being moved to its place."""
+        return self.left_by(key) and ((self.unfinished / _DONE).exists() or (self.path / _READY).exists())
 
     def already_published(self, key: str, overwrite: bool, of: str) -> bool:
         """Whether this very command published the result of these inputs here before, and was killed only after that.
