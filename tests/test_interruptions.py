@@ -146,14 +146,15 @@ def test_killed_at_every_rename_of_the_publication(
         assert results_of(folder) == undisturbed
 
 
-@pytest.mark.parametrize("command", ["score m -d d -m gradient -o reports/m-1", "finetune reports/m/pruned-2 --epochs 1 -o tuned"])
+@pytest.mark.parametrize(
+    "command", ["score m -d d -m gradient -o reports/m-1", "finetune reports/m/pruned-2 --epochs 1 -o tuned"]
+)
 def test_killed_while_files_are_moved_a_command_goes_on_without_overwrite(
     processes: Processes, tiny: Path, tmp_path: Path, command: str
 ) -> None:
     here, job = copy(tiny, tmp_path / "w"), {"cwd": str(tmp_path / "w"), "arguments": command.split()}
     if command.startswith("finetune"):
-        prune = "prune m -d d -k 2 -s one-shot -m weight-norm --no-repair -o reports/m".split()
-        (done,) = processes.run({**job, "arguments": prune})
+        (done,) = processes.run({**job, "arguments": [*QUICK, "--no-repair", "-o", "reports/m"]})
         assert done["status"] == 0, done["stderr"]
     (whole,) = processes.run({**job, "cwd": str(copy(here, tmp_path / "count"))})
     commit = next(n for n, name in enumerate(whole["targets"], 1) if name.endswith(".ready"))

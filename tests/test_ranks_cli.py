@@ -179,7 +179,14 @@ def test_other_commands_are_run_once(processes: Processes, tiny: Path) -> None:
     "launcher",
     [
         ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],  # on a port that is free
-        ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],  # which is torchrun, on a CPU too
+        [
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            "0",
+        ],  # which is torchrun, on a CPU too
         ["accelerate.commands.launch", "--cpu", "--num_processes", "2"],  # which starts one
     ],
     ids=["torchrun", "accelerate", "accelerate on the CPU"],
