@@ -112,15 +112,18 @@ def model_device(model: nn.Module) -> torch.device:
     return (execution_device(model) or device) if device.type == "meta" else device
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``change(tensor)`` in place of every tensor; a mapping becomes a dict, lists and tuples stay what they are."""
-    if isinstance(value, Tensor):
-        return change(value)
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with ``change(leaf)`` in place of everything in it; a mapping becomes a dict, lists and tuples stay what they are."""
     if isinstance(value, Mapping):
-        return {k: map_tensors(v, change) for k, v in value.items()}
+        return {k: map_leaves(v, change) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(map_tensors(v, change) for v in value)
-    return value
+        return type(value)(map_leaves(v, change) for v in value)
+    return change(value)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``change(tensor)`` in place of every tensor."""
+    return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def move(value: Any, device: torch.device | str) -> Any:

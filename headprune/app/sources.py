@@ -105,20 +105,18 @@ def pick_device(device: str) -> torch.device:
     Raises:
         HeadPruneError: There is no such device.
     """
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if device == "auto":
-        return torch.device("cuda" if cuda else "mps" if mps else "cpu")
-    if device.startswith("cuda") and not cuda:
-        raise HeadPruneError("There is no CUDA device here.", "Use --device cpu, or install a CUDA build of torch.")
-    if device == "mps" and not mps:
-        raise HeadPruneError("There is no MPS device here.", "Use --device cpu.")
+        mps = torch.backends.mps.is_available()
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
     try:
         place = torch.device(device)
-    except RuntimeError:
-        place = torch.device("meta")
-    missing = place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()
-    if place.type not in ("cpu", "cuda", "mps") or missing:
-        raise HeadPruneError(f"There is no device {device!r}.", "Use auto, cpu, cuda or mps.")
+        if place.type not in ("cpu", "cuda", "mps"):
+            raise ValueError(f"headprune does not run on {place.type}")
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise HeadPruneError(
+            f"There is no device {device!r} here: {first_line(error)}.", "Use --device auto, cpu, cuda or mps."
+        ) from None
     return place
 
 
@@ -186,20 +184,20 @@ def _read(file: str) -> dict[str, Any]:
     return places
 
 
-def _memory(text: str) -> dict[int | str, int | str]:
-    """The most for each device."""
-    most: dict[int | str, int | str] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+|cpu|mps)\s*=\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b\s*", part, re.IGNORECASE)
-        if match is None:
-            raise HeadPruneError(
-                f"--device-memory {text!r} is no amount for each device.", "Write it as 0=20GB,1=20GB,cpu=60GB."
-            )
-        device, size, unit = match.groups()
-        most[int(device) if device.isdigit() else device.lower()] = int(
-            float(size) * 1024 ** " kmgt".index(unit.lower() or " ")
-        )
-    return most
+def _memory(text: str) -> dict[int | str, int]:
+    """The most for each device, in bytes."""
+    from accelerate.utils import convert_file_size_to_int
+
+    try:
+        amounts = [[word.strip() for word in part.split("=")] for part in text.split(",")]
+        most = {device.lower(): convert_file_size_to_int(size.upper()) for device, size in amounts}
+        if not all(device.isdecimal() or device in ("cpu", "mps") for device in most):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise HeadPruneError(
+            f"--device-memory {text!r} is no amount for each device.", "Write it as 0=20GB,1=20GB,cpu=60GB."
+        ) from None
+    return {int(device) if device.isdecimal() else device: size for device, size in most.items()}
 
 
 def half_of(config: Any) -> torch.dtype | None:
