@@ -1,8 +1,11 @@
-"""Parts are disjoint, columns are found, and every task's examples are encoded right."""
+"""Data: what can be read and what cannot, disjoint parts, columns, labels, every task's examples, and made-up variants of them."""
 
+import copy
+import json
 import re
 from collections.abc import Sequence
-from itertools import permutations
+from dataclasses import replace
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +13,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import headprune as hp
-from headprune.app.data import DataOptions, load_parts, load_train
-from headprune.app.data.encoders.base import Classes
+from headprune.app.data import DataOptions, load_also, load_parts, load_train
+from headprune.app.data.classes import Classes
+from headprune.app.data.reading import read_splits
+from headprune.app.documents import Cut
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
-from headprune.app.options import Options
-from headprune.app.workflow.scene import open_scene
+from headprune.documents import from_json, to_json
+from headprune.inputs import first_rows, scrambled, tensors, variants
 from tests.support.causal import gemma3, text_config, tiny
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
-from tests.support.zoo import llama, randomise
+from tests.support.zoo import llama, randomise, text
 
 
 def parts_of(model: Path, data: Path, **options: Any) -> Any:
     return load_parts(DataOptions(str(data), **options), load_model(str(model)))
+
+
+def three(parts: Any) -> tuple[Any, Any, Any]:
+    return parts.score, parts.choose, parts.report
 
 
 def inputs(part: Any) -> set[tuple[int, ...]]:
@@ -33,7 +44,7 @@ def inputs(part: Any) -> set[tuple[int, ...]]:
 
 def test_splits_serve_as_named(bert_folder: Path, data_folder: Path) -> None:
     parts = parts_of(bert_folder, data_folder, limit=20)
-    assert [p.split for p in (parts.score, parts.choose, parts.report)] == ["train", "validation", "test"]
+    assert [p.split for p in three(parts)] == ["train", "validation", "test"]
     assert len(parts.score) == 20
     assert parts.columns == {"text": "text", "label": "label"}
 
@@ -48,13 +59,10 @@ def test_parts_are_disjoint_whatever_splits_there_are(
     for i, name in enumerate(names):
         write_jsonl(tmp_path / f"{name}.jsonl", sentences(50, seed=i))
     parts = parts_of(bert_folder, tmp_path, limit=limit)
-    every = (parts.score, parts.choose, parts.report)
-    for a in range(3):
-        assert len(every[a]) > 0
-        for b in range(a):
-            assert not inputs(every[a]) & inputs(every[b])
-            if every[a].split == every[b].split:
-                assert not set(every[a].rows) & set(every[b].rows)
+    assert all(len(part) > 0 for part in three(parts))
+    for a, b in combinations(three(parts), 2):
+        assert not inputs(a) & inputs(b)
+        assert a.split != b.split or not set(a.rows) & set(b.rows)
 
 
 def test_the_same_text_in_two_splits_is_used_once(bert_folder: Path, tmp_path: Path) -> None:
@@ -98,33 +106,9 @@ def test_label_names(bert_folder: Path, tmp_path: Path) -> None:
         for b in ["good", "bad", "fine", "poor"]
     ]
     parts = parts_of(bert_folder, write_jsonl(tmp_path / "x.jsonl", rows))
-    labels = {f["labels"] for p in (parts.score, parts.choose, parts.report) for f in p.features}
+    labels = {f["labels"] for p in three(parts) for f in p.features}
     assert labels == {0, 1}
     assert parts.columns == {"text": "sentence", "label": "sentiment"}
-
-
-@pytest.mark.parametrize(("rows", "options", "message"), [
-    ([{"text": "good", "label": 5}] * 9, {}, "label 5 does not fit the model's head, which has 2 classes"),
-    ([{"text": "good", "label": "maybe"}] * 9, {}, "label 'maybe' is none of the model's"),
-    ([{"body": "good", "label": 1}] * 9, {}, "No column looks like the text: the columns are body, label"),
-    ([{"text": "good", "stars": 1}] * 9, {}, "No column looks like the label"),
-    ([{"text": "good", "label": 1}] * 9, {"text_column": "review"}, "no column 'review' .*--text-column"),
-    ([{"text": "good", "label": 1}] * 9, {"split": "dev"}, "no usable split 'dev'"),
-    ([{"text": 3, "label": 1}] * 9, {}, "holds no text"),
-])  # fmt: skip
-def test_bad_data(rows: Any, options: Any, message: str, bert_folder: Path, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "train.jsonl", rows)
-    with pytest.raises(hp.HeadPruneError, match=message):
-        parts_of(bert_folder, tmp_path, **options)
-
-
-def test_no_data(bert_folder: Path, tmp_path: Path) -> None:
-    for content in ("", "\n"):
-        (tmp_path / "train.jsonl").write_text(content)
-        with pytest.raises(hp.HeadPruneError):
-            parts_of(bert_folder, tmp_path / "train.jsonl")
-    with pytest.raises(hp.HeadPruneError, match="no dataset 'nobody/nothing'"):
-        parts_of(bert_folder, Path("nobody/nothing"))
 
 
 def task_model(task: str) -> torch.nn.Module:
@@ -189,7 +173,7 @@ def test_answers_are_where_they_should_be(tmp_path: Path) -> None:
     parts, texts = parts_of_rows(of_task("question-answering"), ROWS["question-answering"], tmp_path), tokenizer()
     answers = {
         texts.decode(f["input_ids"][f["start_positions"] : f["end_positions"] + 1])
-        for p in (parts.score, parts.choose, parts.report)
+        for p in three(parts)
         for f in p.features
     }
     assert answers == {"great", "dull", "fun", "sad", "one", "two"}
@@ -344,7 +328,7 @@ def labels_of(loaded: LoadedModel, data: Any, **options: Any) -> tuple[list[Any]
     parts = load_parts(DataOptions(str(data), **options), loaded)
     labels = {
         (part.split, row): feature["labels"]
-        for part in (parts.score, parts.choose, parts.report)
+        for part in three(parts)
         for row, feature in zip(part.rows, part.features, strict=True)
     }
     return [labels[at] for at in sorted(labels)], parts.notes
@@ -468,7 +452,7 @@ def test_folders_of_images_go_by_name(tmp_path: Path) -> None:
     processor = tf.ViTImageProcessor(size={"height": 8, "width": 8}, do_normalize=False)
     loaded = LoadedModel(tf.ViTForImageClassification(config), processor, TASKS["image-classification"], "x", "x")
     parts = load_parts(DataOptions(str(tmp_path / "images")), loaded)
-    for part in (parts.score, parts.choose, parts.report):
+    for part in three(parts):
         for feature in part.features:
             is_dog = bool(feature["pixel_values"][0].max() > 0.5)
             assert feature["labels"] == (0 if is_dog else 1)
@@ -560,21 +544,6 @@ def regression(targets: int, problem: str | None = "regression") -> nn.Module:
     return randomise(tf.BertForSequenceClassification(config))
 
 
-def test_the_command_line_says_that_it_measures_no_regression(tmp_path: Path) -> None:
-    model = regression(3)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    rows: list[dict[str, Any]] = [{"text": "good film", "label": [0.5, 1.0, -2.0]}] * 6
-    data = DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows)))
-
-    class Silent:
-        def say(self, text: str) -> None:
-            pass
-
-    with pytest.raises(hp.HeadPruneError, match=r"has a regression head \(3 numbers\)"):
-        open_scene(Options(str(tmp_path / "model"), data), Silent())  # type: ignore[arg-type]
-
-
 def test_who_gives_numbers() -> None:
     def given(model: nn.Module, task: str = "sequence-classification") -> str | None:
         return numbers_given(LoadedModel(model, None, TASKS[task], "x", "x"))
@@ -623,3 +592,195 @@ def test_texts_are_cut_at_the_positions_of_the_text_part(tmp_path: Path) -> None
     ]
     parts = parts_of_rows(loaded, rows, tmp_path)
     assert {b["input_ids"].shape[1] for b in parts.score.batches(4)} == {5}
+
+
+def test_nothing_is_trained_on_second_data(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    rows = [json.loads(line) for line in (data_folder / "train.jsonl").read_text().splitlines()]
+    options = DataOptions(str(data_folder), limit=20, also=(str(write_jsonl(here / "some.jsonl", rows)),))
+    loaded = load_model(str(bert_folder))
+    parts = load_parts(options, loaded)
+    beside = load_also(options, loaded, parts)
+    (also,) = beside.also
+    assert not set(also.inputs) & {*parts.score.inputs, *parts.choose.inputs}
+    before, now = (load_train(options, loaded, p)[0] for p in (parts, beside))
+    assert len(before) > len(now)
+    assert set(map(repr, now.features)).isdisjoint(map(repr, also.features))
+
+
+def test_documents_from_before_contents_were_noted(bert_folder: Path, data_folder: Path) -> None:
+    parts = load_parts(DataOptions(str(data_folder), limit=10), load_model(str(bert_folder)))
+    now = Cut.of(parts)
+    old = {n: {k: v for k, v in p.items() if k != "content_hash"} for n, p in to_json(now).items() if p}
+    assert from_json(Cut, old).same(now)
+    assert not from_json(Cut, {**old, "choose": {**old["choose"], "rows_hash": "x"}}).same(now)
+    assert not replace(now, score=replace(now.score, content_hash="x")).same(now)
+
+
+# -- what can be read ------------------------------------------------------------------------------------
+
+LINES = [json.dumps(row) for row in sentences(60, 0)]
+TABLE = ["text,label", *(f"text {i},1" for i in range(60))]
+
+
+def with_line(lines: list[str], number: int, text: str) -> bytes:
+    """The lines, of which one (from 1) is another."""
+    return "".join(f"{line}\n" for line in [*lines[: number - 1], text, *lines[number:]]).encode()
+
+
+BROKEN: dict[str, tuple[str, bytes, str]] = {
+    "cut": ("x.jsonl", with_line(LINES, 44, '{"text": "good", "label": '), "line 44: Expecting value: column 27"),
+    "comma": ("x.jsonl", with_line(LINES, 44, '{"text": "a" "label": 1}'), "line 44: .*delimiter: column 14"),
+    "after a blank line": ("x.jsonl", b"\n" + with_line(LINES, 44, "{"), "line 45: Expecting property name"),
+    "a list": ("x.jsonl", with_line(LINES, 44, "[1, 2]"), "line 44: it is no JSON object"),
+    "json with lines": ("x.json", with_line(LINES, 44, "{"), "JSON parse error: .* in row 43"),
+    "json": ("x.json", b'[\n{"text": "a", "label": 1},\n{"text" "b"}\n]', "No ':' found .* at position 37"),
+    "fields": ("x.csv", with_line(TABLE, 44, "good, but long,1"), "Expected 2 fields in line 44, saw 3"),
+    "tabs": ("x.tsv", with_line([t.replace(",", "\t") for t in TABLE], 44, "a\tb\t1"), "2 fields in line 44, saw 3"),
+    "quote": ("x.csv", with_line(TABLE, 44, '"good,1'), "EOF inside string starting at row 43"),
+    "latin": ("x.csv", with_line(TABLE, 44, "schön,1").decode().encode("latin-1"), "line 44: .*in position 3"),
+    "parquet": ("x.parquet", b"PAR1, but no more", "Parquet magic bytes not found"),
+    "null": ("x.jsonl", with_line(LINES, 44, "null"), "line 44: it holds null"),  # pyarrow would crash
+    "deep": ("x.jsonl", with_line(LINES, 44, "[" * 50_000 + "]" * 50_000), "line 44: .*more than 1,000 deep"),  # likewise
+    "deep in lines": ("x.json", b'[{"text": 1, "label":\n' + b"[\n" * 2000 + b"]\n" * 2000 + b"}]", "line 1,00.: .* deep"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("in_folder", [False, True], ids=["file", "folder"])
+def test_the_broken_line_is_named(case: str, in_folder: bool, tmp_path: Path) -> None:
+    name, content, message = BROKEN[case]
+    data = tmp_path / "data"
+    data.mkdir()
+    if in_folder:
+        name = f"train.{name.partition('.')[2]}"
+        write_jsonl(data / "notes" / "fine.jsonl", sentences(3, 0))  # is not what is wrong
+    (data / name).write_bytes(content)
+    with pytest.raises(hp.HeadPruneError, match=message) as error:
+        read_splits(str(data if in_folder else data / name))
+    assert str(error.value).startswith(f"{data / name} cannot be read as a dataset: ")
+    assert error.value.hint
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_do_not_go_together_are_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for i, row in enumerate(({"text": "a"}, {"more": "b", "than": "that"})):
+        write_jsonl(tmp_path / "a" / f"train-{i}.jsonl", [row] * 3)
+    with pytest.raises(hp.HeadPruneError, match=r"a cannot be read as a dataset: .*\. Check the files in it"):
+        read_splits(str(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("x.jsonl", '\n{"text": "a\\nb"}\r\n\n{"text": "c"}'),
+    ("x.json", '[\n {"text": "a"}\n]'),
+    ("x.json", '{"text": "a"}\n{"text": "b"}\n'),
+    ("x.csv", 'text,label\n"two\nlines, and a ""word""",1\n\nshort\n'),
+    ("x.csv", "text\n0,a\n1,b\n"),  # row numbers without a name
+    ("x.csv", "text,label\n" + "a" * 200_000 + ",1\n"),
+    ("x.tsv", "text\tlabel\na, b\t1\n"),
+    ("x.txt", "{\n"),
+    ("x.jsonl", json.dumps({"text": "{[" * 2000}) + "\n"),  # brackets in texts
+    ("x.jsonl", json.dumps({"text": "a", "more": [[1]] * 2000}) + "\n"),
+    ("x.json", '[{"text":\nnull\n}, {"text": "a"}]'),
+])  # fmt: skip
+def test_what_can_be_read_is_read(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert len(read_splits(str(tmp_path / name))["all"]) > 0
+    (tmp_path / "z.parquet").write_text("PAR1")
+    with pytest.raises(hp.HeadPruneError) as error:
+        read_splits(str(tmp_path))
+    assert str(tmp_path / name) not in str(error.value)  # another file is broken
+
+
+def test_rows_are_named_by_the_file_or_the_split(bert_folder: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"text": "good film", "label": 7 if i == 3 else 1} for i in range(8)]
+    loaded = load_model(str(bert_folder))
+    file = write_jsonl(tmp_path / "reviews.jsonl", rows)
+    with pytest.raises(hp.HeadPruneError, match=r"^Row 3 of reviews.jsonl \(the first is row 0\): label 7 does not"):
+        load_parts(DataOptions(str(file)), loaded)
+    write_jsonl(tmp_path / "folder" / "train.jsonl", sentences(40, 0))
+    write_jsonl(tmp_path / "folder" / "test.jsonl", rows)
+    with pytest.raises(hp.HeadPruneError, match=r"^Row 3 of split 'test' \(the first is row 0\): label 7 does not"):
+        load_parts(DataOptions(str(tmp_path / "folder")), loaded)
+    file = write_jsonl(tmp_path / "few.jsonl", sentences(40, 0))
+    assert "There is no other split to report on: few.jsonl was cut by seed 0." in (
+        load_parts(DataOptions(str(file)), loaded).notes
+    )
+
+
+def test_a_name_is_no_pattern(tmp_path: Path) -> None:
+    """`datasets` takes names of files for patterns: data[1].jsonl was "no rows", and a*.jsonl could be another file."""
+    for name in ("data[1].jsonl", "a*.jsonl", "b?.csv", "[x]/train.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"text": "good"}\n' if path.suffix == ".jsonl" else "text\ngood\n")
+        (tmp_path / name.replace("*", "b").replace("?", "c")).with_suffix(path.suffix).touch()
+        assert read_splits(str(path))["all"]["text"][:] == ["good"]
+    with pytest.raises(hp.HeadPruneError, match=r"takes \*, \? and \[ in .* for patterns of names"):
+        read_splits(str(tmp_path / "[x]"))
+    lines = tmp_path / "a\nb"
+    lines.mkdir()
+    (lines / "train.jsonl").write_text('{"text": "good"}\n')
+    with pytest.raises(hp.HeadPruneError, match="name has a line end in it"):  # it was "no rows", too
+        read_splits(str(lines))
+    assert read_splits(str(lines / "train.jsonl"))["all"]["text"][:] == ["good"]
+
+
+# -- examples that are varied for the proof ---------------------------------------------------------------
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Any:
+    """Ids with a mask, ids alone, features in a tuple with a mask, or a bare tensor."""
+    rows, length = draw(st.integers(1, 4)), draw(st.integers(2, 9))
+    features = torch.randn(rows, length, 4)
+    ids = {**text(rows, length), "labels": torch.zeros(rows, length, dtype=torch.long)}
+    padding = torch.zeros(rows, length, dtype=torch.bool)
+    return draw(st.sampled_from([ids, {"input_ids": ids["input_ids"]}, (features, padding), (features,), features]))
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+@given(examples())
+def test_variants_differ_in_shape_or_padding(example: Any) -> None:
+    before = copy.deepcopy(example)
+    for made in variants(example):
+        assert type(made) is type(example)
+        shapes = [t.shape for t in tensors(made)] != [t.shape for t in tensors(example)]
+        assert shapes or not same(made, example)
+    assert same(example, before)
+
+
+def test_a_mask_longer_than_the_ids_stays_as_it_was() -> None:
+    example = {"input_ids": torch.full((2, 6), 7), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    shorter = variants(example)[0]
+    assert isinstance(shorter, dict)
+    assert not shorter["attention_mask"][0, -1]
+    assert bool((example["attention_mask"] == 1).all())
+
+
+@given(examples())
+def test_scrambled_has_other_content_in_the_same_places(example: Any) -> None:
+    before = copy.deepcopy(example)
+    for made in scrambled(example, 90):
+        assert [(t.shape, t.dtype) for t in tensors(made)] == [(t.shape, t.dtype) for t in tensors(example)]
+        if isinstance(example, dict):
+            assert torch.equal(made["input_ids"] < 5, example["input_ids"] < 5)  # padding and ends stay where they are
+            assert int(made["input_ids"].max()) < 90
+    assert same(example, before)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_first_rows_of_what_is_nested(rows: int) -> None:
+    example = {
+        "x": torch.arange(12).view(4, 3),
+        "pair": (torch.arange(4), [torch.ones(4, 2)]),
+        "scale": torch.tensor(2.0),
+        "flag": True,
+    }
+    made = first_rows(example, rows)
+    assert torch.equal(made["x"], example["x"][:rows])
+    assert (len(made["pair"][0]), made["pair"][1][0].shape) == (rows, (rows, 2))
+    assert (made["scale"], made["flag"]) == (2.0, True)

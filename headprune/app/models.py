@@ -211,7 +211,7 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
     Raises:
         HeadPruneError: It is not known what a base model takes: none of the inputs that its config suggests runs.
     """
-    model, known = loaded.model, loaded.task != replace(_BASE, modality=loaded.task.modality)
+    model, known = loaded.model, loaded.task.name != _BASE.name
     specs = with_own_dtype(model, of_config(model, batch, length, length, 16000, 224))
     for spec in specs[1:] if known else specs:
         example = move(build(spec), model_device(model))

@@ -51,7 +51,7 @@ class Encoder:
     """Turns rows into features, and features into batches.
 
     Args:
-        features: The columns, each with its type in the dataset.
+        splits: The dataset's, by name.
         labelled: Whether every example must have a label; else those that are there are still taken.
 
     Attributes:
@@ -65,12 +65,13 @@ class Encoder:
         encoding: Encoding,
         options: DataOptions,
         loaded: LoadedModel,
-        features: Mapping[str, Any],
+        splits: Mapping[str, Any],
         labelled: bool = True,
     ) -> None:
-        self.encoding, self.options, self.labelled = encoding, options, labelled
+        self.encoding, self.options, self.splits, self.labelled = encoding, options, splits, labelled
         self.model, self.config, self.processor = loaded.model, loaded.config, loaded.processor
         self.columns: dict[str, str] = {}
+        features = next(iter(splits.values())).features
         for what, usual in encoding.columns.items():
             if names := self._column(what, usual, list(features)):
                 self.columns[what] = ",".join(names)

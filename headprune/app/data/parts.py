@@ -106,15 +106,16 @@ def load_parts(options: DataOptions, loaded: LoadedModel, labelled: bool = True)
     Raises:
         HeadPruneError: No such dataset or column, an empty part, labels that don't fit the model.
     """
-    source = _Source(options, loaded, read_splits(options.dataset, options.subset), labelled)
-    cuts, notes = cut_rows(source.splits, options, labelled)
+    splits = read_splits(options.dataset, options.subset)
+    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled)
+    cuts, notes = cut_rows(splits, options, labelled)
     parts: dict[str, Part] = {}
     seen: set[str] = set()
     for name, (split, rows) in cuts.items():
-        parts[name] = source.part(name, split, rows, seen)
+        parts[name] = _encode(encoder, name, split, rows, seen)
         seen.update(parts[name].inputs)  # the same input in two parts would make them depend on each other
-    notes += [*source.notes_on(*parts.values()), *source.encoder.notes]
-    return DataParts(parts["score"], parts["choose"], parts["report"], source.encoder.columns, notes)
+    notes += [*_notes_on(encoder, *parts.values()), *encoder.notes]
+    return DataParts(parts["score"], parts["choose"], parts["report"], encoder.columns, notes)
 
 
 def load_train(
@@ -134,15 +135,16 @@ def load_train(
     Raises:
         HeadPruneError: No such dataset or column, nothing left to train on.
     """
-    source, split = _Source(options, loaded, read_splits(options.dataset, options.subset)), parts.score.split
+    splits, split = read_splits(options.dataset, options.subset), parts.score.split
+    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits)
     held_out = (parts.choose, parts.report)
     used = {row for part in held_out if part.split == split for row in part.rows}
     seen = {key for part in (*held_out, *parts.also) for key in part.inputs}
-    rows = (row for row in shuffled(len(source.splits[split]), options.seed) if row not in used)
-    part = source.part("train", split, rows, seen, limit, on_demand=loaded.task.modality != "text")
+    rows = (row for row in shuffled(len(splits[split]), options.seed) if row not in used)
+    part = _encode(encoder, "train", split, rows, seen, limit, on_demand=loaded.task.modality != "text")
     scored = len(set(part.rows) & set(parts.score.rows))
     first = f"{len(part):,} examples to train on ({split}), of which {scored:,} also scored the heads."
-    return part, [first, *source.notes_on(part)]
+    return part, [first, *_notes_on(encoder, part)]
 
 
 def load_also(options: DataOptions, loaded: LoadedModel, parts: DataParts) -> DataParts:
@@ -184,111 +186,104 @@ def _also(
     for flag in ("text_column", "label_column"):  # columns that this dataset does not have are guessed
         given = getattr(options, flag)
         columns[flag] = given if given and all(column.strip() in there for column in given.split(",")) else None
-    source = _Source(replace(options, dataset=dataset, subset=None, **columns), loaded, splits)
+    options = replace(options, dataset=dataset, subset=None, **columns)
+    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits)
     rows, seen = shuffled(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}
-    part = source.part(name, split, rows, seen, options.report_limit)
-    return part, [*source.notes_on(part), *filter(None, [source.encoder.classes.note])]
+    part = _encode(encoder, name, split, rows, seen, options.report_limit)
+    return part, [*_notes_on(encoder, part), *filter(None, [encoder.classes.note])]
 
 
-class _Source:
-    """A dataset's splits, and the encoder of the model's task for their rows."""
+def _encode(
+    encoder: Encoder,
+    name: str,
+    split: str,
+    rows: Iterable[int],
+    seen: set[str],
+    limit: int | None = None,
+    on_demand: bool = False,
+) -> Part:
+    """The part of a split's rows that can be used and whose input is not in ``seen``.
 
-    def __init__(
-        self, options: DataOptions, loaded: LoadedModel, splits: dict[str, Any], labelled: bool = True
-    ) -> None:
-        self.options, self.splits = options, splits
-        features = next(iter(splits.values())).features
-        self.encoder = Encoder(encoding_of(loaded.task), options, loaded, features, labelled)
+    Args:
+        limit: Rows, at most; no more are read.
+        on_demand: Keep a hash of the features, and encode a row again each time it is read.
 
-    def part(
-        self,
-        name: str,
-        split: str,
-        rows: Iterable[int],
-        seen: set[str],
-        limit: int | None = None,
-        on_demand: bool = False,
-    ) -> Part:
-        """The part of a split's rows that can be used and whose input is not in ``seen``.
+    Raises:
+        HeadPruneError: A row that cannot be read; or no row can be used.
+    """
+    kept, inputs, features = list[int](), list[str](), list[Any]()
+    left_out, repeated, shortened = Counter[str](), 0, 0
+    data = encoder.splits[split]
+    encoder.read(data.features)
+    for row in rows:
+        if len(kept) == limit:
+            break
+        feature = _feature(encoder, split, row)
+        if isinstance(feature, str):
+            left_out[feature] += 1
+            continue
+        key = content_hash(encoder.identity(feature))
+        if key in seen:
+            repeated += 1
+            continue
+        kept.append(row)
+        inputs.append(key)
+        features.append(content_hash(feature) if on_demand else feature)
+        shortened += encoder.cut
+    examples: Sequence[dict[str, Any]] = features
+    if on_demand:
+        examples = OnDemand(lambda row: encoder.encode(data[row], row), kept, features)
+    elif not all("labels" in feature for feature in features):  # some have none, and need none
+        for feature in features:
+            feature.pop("labels", None)
+    size = encoder.options.batch_size
+    part = Part(name, split, kept, examples, encoder.collate, size, tuple(inputs), shortened, dict(left_out), repeated)
+    if not kept:
+        raise _nothing_left(encoder, part)
+    return part
 
-        Args:
-            limit: Rows, at most; no more are read.
-            on_demand: Keep a hash of the features, and encode a row again each time it is read.
 
-        Raises:
-            HeadPruneError: A row that cannot be read; or no row can be used.
-        """
-        kept, inputs, features = list[int](), list[str](), list[Any]()
-        left_out, repeated, shortened = Counter[str](), 0, 0
-        data, encoder = self.splits[split], self.encoder
-        encoder.read(data.features)
-        for row in rows:
-            if len(kept) == limit:
-                break
-            feature = self._feature(split, row)
-            if isinstance(feature, str):
-                left_out[feature] += 1
-                continue
-            key = content_hash(encoder.identity(feature))
-            if key in seen:
-                repeated += 1
-                continue
-            kept.append(row)
-            inputs.append(key)
-            features.append(content_hash(feature) if on_demand else feature)
-            shortened += encoder.cut
-        examples: Sequence[dict[str, Any]] = features
-        if on_demand:
-            examples = OnDemand(lambda row: encoder.encode(data[row], row), kept, features)
-        elif not all("labels" in feature for feature in features):  # some have none, and need none
-            for feature in features:
-                feature.pop("labels", None)
-        size = self.options.batch_size
-        part = Part(
-            name, split, kept, examples, encoder.collate, size, tuple(inputs), shortened, dict(left_out), repeated
-        )
-        if not kept:
-            raise self._nothing_left(part)
-        return part
+def _feature(encoder: Encoder, split: str, row: int) -> dict[str, Any] | str:
+    """A row's features, or why it cannot be used."""
+    where = f"Row {row} of {place(encoder.options.dataset, split)} (the first is row 0)"
+    try:
+        return encoder.encode(encoder.splits[split][row], row)
+    except HeadPruneError as error:
+        raise HeadPruneError(f"{where}: {error.args[0]}", error.hint) from None
+    except Exception as error:
+        raise HeadPruneError(
+            f"{where} cannot be read: {type(error).__name__}: {first_line(error)}.",
+            "Check this row, --text-column, --label-column and --max-length.",
+        ) from error
 
-    def _feature(self, split: str, row: int) -> dict[str, Any] | str:
-        """A row's features, or why it cannot be used."""
-        where = f"Row {row} of {place(self.options.dataset, split)} (the first is row 0)"
-        try:
-            return self.encoder.encode(self.splits[split][row], row)
-        except HeadPruneError as error:
-            raise HeadPruneError(f"{where}: {error.args[0]}", error.hint) from None
-        except Exception as error:
-            raise HeadPruneError(
-                f"{where} cannot be read: {type(error).__name__}: {first_line(error)}.",
-                "Check this row, --text-column, --label-column and --max-length.",
-            ) from error
 
-    def _nothing_left(self, part: Part) -> HeadPruneError:
-        why = [f"{count:,} are {reason}" for reason, count in part.left_out.items()]
-        if part.repeated:
-            why.append(f"{part.repeated:,} repeat an input of an earlier part")
-        cut = f" {self.encoder.cut_note}." if self.encoder.cut else ""
-        return HeadPruneError(
-            f"No example of {place(self.options.dataset, part.split)} is left {part.purpose} on: "
-            f"{', '.join(why) or 'there are too few rows'}.{cut}",
-            "Use more data without duplicates, another split or columns, or a smaller --limit and --report-limit.",
-        )
+def _nothing_left(encoder: Encoder, part: Part) -> HeadPruneError:
+    """The error for a part without an example."""
+    why = [f"{count:,} are {reason}" for reason, count in part.left_out.items()]
+    if part.repeated:
+        why.append(f"{part.repeated:,} repeat an input of an earlier part")
+    cut = f" {encoder.cut_note}." if encoder.cut else ""
+    return HeadPruneError(
+        f"No example of {place(encoder.options.dataset, part.split)} is left {part.purpose} on: "
+        f"{', '.join(why) or 'there are too few rows'}.{cut}",
+        "Use more data without duplicates, another split or columns, or a smaller --limit and --report-limit.",
+    )
 
-    def notes_on(self, *parts: Part) -> list[str]:
-        """Which examples were left out, and which were cut."""
-        notes = []
-        if any(part.left_out for part in parts):
-            counts = []
-            for part in parts:
-                total = sum(part.left_out.values())
-                why = ", ".join(f"{count:,} {reason}" for reason, count in part.left_out.items())
-                counts += [f"{total:,} of {total + len(part):,} {part.purpose} ({why})"] if total else []
-            notes.append(f"Rows left out, as they cannot be used: {'; '.join(counts)}.")
-        if any(part.repeated for part in parts):
-            counts = [f"{part.repeated:,} {part.purpose}" for part in parts if part.repeated]
-            notes.append(f"Left out, as their input had already been used: {', '.join(counts)}.")
-        if any(part.shortened for part in parts):
-            counts = [f"{part.shortened} of {len(part)} {part.purpose}" for part in parts]
-            notes.append(f"{self.encoder.cut_note}: {', '.join(counts)}.")
-        return notes
+
+def _notes_on(encoder: Encoder, *parts: Part) -> list[str]:
+    """Which examples were left out, and which were cut."""
+    notes = []
+    if any(part.left_out for part in parts):
+        counts = []
+        for part in parts:
+            total = sum(part.left_out.values())
+            why = ", ".join(f"{count:,} {reason}" for reason, count in part.left_out.items())
+            counts += [f"{total:,} of {total + len(part):,} {part.purpose} ({why})"] if total else []
+        notes.append(f"Rows left out, as they cannot be used: {'; '.join(counts)}.")
+    if any(part.repeated for part in parts):
+        counts = [f"{part.repeated:,} {part.purpose}" for part in parts if part.repeated]
+        notes.append(f"Left out, as their input had already been used: {', '.join(counts)}.")
+    if any(part.shortened for part in parts):
+        counts = [f"{part.shortened} of {len(part)} {part.purpose}" for part in parts]
+        notes.append(f"{encoder.cut_note}: {', '.join(counts)}.")
+    return notes
