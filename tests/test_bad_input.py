@@ -145,39 +145,6 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("run") / "run")
 
 
-@pytest.mark.parametrize("row", DOCUMENTS, ids=named)
-def test_documents(
-    row: Row, here: Path, run_folder: Path, bert_folder: Path, data_folder: Path, unloaded: None
-) -> None:
-    shutil.copytree(run_folder, here / "made")
-    put(here / "made", row.make)
-    check(row, here, made=here / "made", bert=bert_folder, data=data_folder)
-
-
-def test_these_documents_are_right_as_they_are(here: Path, run_folder: Path) -> None:
-    """Else every change to them would be refused for another reason."""
-    shutil.copytree(run_folder, here / "made")
-    assert invoke("report", "made").exit_code == 0
-    assert len(hp.HeadScores.load("made/scores.json").flat()) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", DATA, ids=named)
-def test_data(row: Row, here: Path, bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", here.parent / "cache")
-    (here / "made").mkdir()
-    put(here / "made", row.make)
-    check(row, here, made=here / "made", bert=bert_folder)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", MODELS, ids=named)
-def test_folders_of_models(row: Row, here: Path, bert_folder: Path, data_folder: Path) -> None:
-    shutil.copytree(bert_folder, here / "made")
-    put(here / "made", row.make)
-    check(row, here, made=here / "made", data=data_folder)
-
-
 @pytest.fixture(scope="session")
 def pruned_folder(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path) -> Path:
     model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
@@ -187,12 +154,37 @@ def pruned_folder(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path) -
     return hp.checkpoint.save(model, tmp_path_factory.mktemp("saved") / "pruned-6", processor=tokenizer)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", SAVED, ids=named)
-def test_folders_that_headprune_saved(row: Row, here: Path, pruned_folder: Path, data_folder: Path) -> None:
-    shutil.copytree(pruned_folder, here / "pruned-6")
-    put(here / "pruned-6", row.make)
-    check(row, here, pruned=here / "pruned-6", data=data_folder)
+STARTS = {"run_folder": DOCUMENTS, "": DATA, "bert_folder": MODELS, "pruned_folder": SAVED}
+CHANGED = [
+    pytest.param(start, row, id=named(row), marks=[] if start == "run_folder" else pytest.mark.slow)
+    for start, table in STARTS.items()
+    for row in table
+]
+
+
+@pytest.mark.parametrize(("start", "row"), CHANGED)
+def test_what_lies_in_a_folder(
+    start: str, row: Row, here: Path, bert_folder: Path, data_folder: Path,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A run's documents, data, a model or what headprune saved, with something changed."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", here.parent / "cache")
+    made = here / "made"
+    if start:
+        shutil.copytree(request.getfixturevalue(start), made)
+    else:
+        made.mkdir()
+    if start == "run_folder":
+        request.getfixturevalue("unloaded")
+    put(made, row.make)
+    check(row, here, made=made, pruned=made, bert=bert_folder, data=data_folder)
+
+
+def test_these_documents_are_right_as_they_are(here: Path, run_folder: Path) -> None:
+    """Else every change to them would be refused for another reason."""
+    shutil.copytree(run_folder, here / "made")
+    assert invoke("report", "made").exit_code == 0
+    assert len(hp.HeadScores.load("made/scores.json").flat()) == 4
 
 
 @pytest.mark.parametrize(("name", "call", "says"), PYTHON, ids=[name for name, *_ in PYTHON])

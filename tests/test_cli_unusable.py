@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 import torch.nn.functional as F
 import transformers as tf
@@ -23,6 +24,15 @@ from tests.support.folders import WORDS, sentences, write_jsonl
 pytestmark = pytest.mark.usefixtures("brief")
 
 # -- models and data that cannot be used ------------------------------------------------------------
+
+
+def raising(error: BaseException) -> Any:
+    """A function that does nothing else."""
+
+    def function(*_: object, **__: object) -> None:
+        raise error
+
+    return function
 
 
 def damaged(bert_folder: Path, here: Path) -> tuple[Path, Any]:
@@ -110,34 +120,20 @@ def test_texts_that_are_cut_are_counted(bert_folder: Path, here: Path) -> None:
 # -- the disk ------------------------------------------------------------------------------------------
 
 
-def full(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/file")
+SAFETENSORS = safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/file")
+WRAPPED = RuntimeError("PytorchStreamWriter failed writing file")
+WRAPPED.__context__ = FULL
+# What torch.save says when it was given a path.
+STREAM = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 248704 vs 248592")
 
 
-def wrapped(*_: object, **__: object) -> None:
-    try:
-        full()
-    except OSError:
-        raise RuntimeError("PytorchStreamWriter failed writing file") from None
-
-
-def rust(*_: object, **__: object) -> None:
-    from safetensors import SafetensorError
-
-    raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-
-def stream(*_: object, **__: object) -> None:
-    """What torch.save says when it was given a path."""
-    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 248704 vs 248592")
-
-
-@pytest.mark.parametrize("how", [full, wrapped, rust, stream], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("error", [FULL, WRAPPED, SAFETENSORS, STREAM], ids=str)
 @pytest.mark.parametrize("step", ["load_parts", "find_attention"])
 def test_a_full_disk(
-    how: Any, step: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, step: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"headprune.app.workflow.scene.{step}", how)
+    monkeypatch.setattr(f"headprune.app.workflow.scene.{step}", raising(error))
     result = run("score", bert_folder, "-d", data_folder, "-q", "--json", code=1)
     (line,) = result.stderr.splitlines()
     assert line.startswith("headprune: No space left on the disk")
@@ -151,10 +147,7 @@ def test_a_full_disk(
 def test_a_stdout_that_takes_nothing(error: OSError, bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`> /dev/full` and `| head`: no traceback, whether the document is a result or an error."""
 
-    def document(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("headprune.app.console.Console.document", document)
+    monkeypatch.setattr("headprune.app.console.Console.document", raising(error))
     for command in (["inspect", bert_folder, "--json"], ["inspect", "", "--json"], ["inspect", "--json"]):
         result = invoke(*map(str, command))
         assert result.exit_code == (2 if command == ["inspect", "--json"] else 1)
@@ -184,10 +177,7 @@ def test_a_link_that_leads_nowhere(bert_folder: Path, data_folder: Path, here: P
 def test_errors_of_the_machine_and_unknown_ones(
     error: Exception, says: str, bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("headprune.app.models.load_model", broken)
+    monkeypatch.setattr("headprune.app.models.load_model", raising(error))
     result = run("inspect", bert_folder, "--json", code=1)
     assert says in result.stderr
     assert json.loads(result.stdout)["error"] in result.stderr
@@ -206,12 +196,9 @@ def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
             out.loss = ((1 - (-each).exp()) ** 2 * each).sum()
         return out
 
-    def long(*_: object, **__: object) -> None:
-        raise AssertionError("the long work began")
-
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
     for step in ("scoring.score", "results.evaluate", "search.arrange"):
-        monkeypatch.setattr(f"headprune.app.workflow.{step}", long)
+        monkeypatch.setattr(f"headprune.app.workflow.{step}", raising(AssertionError("the long work began")))
     for more in ((), ("--dry-run",)):
         error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
         assert "cannot be measured: its own loss is not the cross-entropy of its logits" in " ".join(error.split())
@@ -246,10 +233,7 @@ def test_a_name_that_is_no_text_is_refused_before_the_work(
 def test_the_cache_of_data_is_not_the_data(
     error: OSError, message: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset", raising(error))
     said = " ".join(run("score", bert_folder, "-d", data_folder, "-m", "random", code=1).stderr.split())
     assert message in said
     assert "HF_HOME" in said

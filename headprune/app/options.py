@@ -135,10 +135,7 @@ class LoadOptions:
     trust_remote_code: Annotated[bool, _model("Run code that comes with the model.")] = False
     device_map: Annotated[
         str | None,
-        _model(
-            "For a model larger than a device (docs/scale.md): auto spreads it over the GPUs, the CPU's memory and the disk; or balanced, "
-            "sequential, or a JSON file."
-        ),
+        _model("For a model larger than a device (docs/scale.md): auto, balanced, sequential, or a JSON file."),
     ] = None
     device_memory: Annotated[
         str | None, _model("The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].")

@@ -55,11 +55,6 @@ def encode_text(encoder: Encoder, row: Row, _: int) -> Feature:
     return {**encoder.tokens(row), **encoder.labels(row, target)}
 
 
-def prepare_text(encoder: Encoder) -> str:
-    several = gives_several(encoder.model)
-    return "Accuracy is that of single labels: a text counts once for each label that it may have." if several else ""
-
-
 def encode_words(encoder: Encoder, row: Row, _: int) -> Feature | str:
     """Words, with the label of each at its first token, by which the word counts once."""
     (words,) = encoder.inputs(row)
@@ -262,10 +257,13 @@ def _samples(encoder: Encoder, row: Row) -> Any:
     return array
 
 
+_SINGLE = "Accuracy is that of single labels: a text counts once for each label that it may have."
 _SPANS = "Accuracy is the share of the answers' starts and ends that are found, each by itself."
 
 ENCODINGS = {
-    "sequence-classification": Encoding(encode_text, {"text": TEXTS, "label": CLASSES}, prepare=prepare_text),
+    "sequence-classification": Encoding(
+        encode_text, {"text": TEXTS, "label": CLASSES}, prepare=lambda e: _SINGLE if gives_several(e.model) else ""
+    ),
     "token-classification": Encoding(encode_words, {"text": TEXTS, "label": CLASSES[::-1]}, "input"),
     "question-answering": Encoding(
         encode_question, {"text": QUESTIONS, "answers": ("answers", "answer")}, prepare=lambda _: _SPANS
