@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,19 +121,31 @@ def load_model(
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
 
 
+@contextmanager
+def _explained(source: str, problem: str, hint: str) -> Iterator[None]:
+    """Whatever a library raises as one message; code that may not run, and damaged weights, have one of their own."""
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise HeadPruneError(
+                f"{source} needs code that comes with it, and headprune does not run such code unasked.",
+                "Read that code; if you trust it, add --trust-remote-code.",
+            ) from error
+        told = checkpoint.damaged(source, error) or HeadPruneError(f"{problem} ({first_line(error)}).", hint)
+        raise told from error
+
+
 def config_of(source: str, common: dict[str, Any]) -> Any:
     import transformers
 
-    try:
+    problem = f"There is no model {source!r}: no such folder, and it could not be loaded from the Hugging Face hub"
+    hint = "Check the spelling, the network (HF_HUB_OFFLINE), and your access to it."
+    if Path(source).is_dir():
+        problem = f"{source} is a folder without a config.json that transformers reads"
+        hint = "Pass a folder made by save_pretrained or by headprune."
+    with _explained(source, problem, hint):
         config = transformers.AutoConfig.from_pretrained(source, **common)
-    except Exception as error:
-        local = f"{source} is a folder without a config.json that transformers reads ({first_line(error)})."
-        remote = f"There is no model {source!r}: no such folder, and the Hugging Face hub gave {type(error).__name__}."
-        raise _not_trusted(source, error) or HeadPruneError(
-            local if Path(source).is_dir() else remote,
-            "Pass a folder made by save_pretrained or by headprune, or a Hub id: check its spelling, the network "
-            "(HF_HUB_OFFLINE), and your access to it.",
-        ) from error
     if not common["trust_remote_code"]:
         checkpoint.check_attention(source, config)
     return config
@@ -166,18 +179,10 @@ def _load_dense(
     import transformers
 
     auto, placing = getattr(transformers, kind.auto_class), options.placing()
-    try:
+    with _explained(source, f"{source} does not load as {kind.auto_class}", "Check --task and the folder."):
         model, info = auto.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **common, **(placing or {})
         )
-    except Exception as error:
-        raise (
-            _not_trusted(source, error)
-            or checkpoint.damaged(source, error)
-            or HeadPruneError(
-                f"{source} does not load as {kind.auto_class}: {first_line(error)}.", "Check --task and the folder."
-            )
-        ) from error
     if missing := sorted(info.get("missing_keys") or []):
         raise HeadPruneError(
             f"{source} has no weights for {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}: "
@@ -305,22 +310,13 @@ def _check_numbers(model: nn.Module, source: str) -> None:
             )
 
 
-def _not_trusted(source: str, error: Exception) -> HeadPruneError | None:
-    """The message if a model or its tokenizer needs code that comes with it, and that code may not run."""
-    if "trust_remote_code" not in str(error):
-        return None
-    return HeadPruneError(
-        f"{source} needs code that comes with it, and headprune does not run such code unasked.",
-        "Read that code; if you trust it, add --trust-remote-code.",
-    )
-
-
 def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
     import transformers
 
     name, what = _PROCESSORS[kind.modality]
     name = "AutoProcessor" if kind.name == "speech-seq2seq" else name
-    try:
+    hint = f"Put the {what}'s files into the folder (for instance with {what.replace(' ', '_')}.save_pretrained)."
+    with _explained(source, f"{source} has no {what} that loads", hint):
         try:
             processor = getattr(transformers, name).from_pretrained(source, **common)
         except ImportError:
@@ -338,11 +334,6 @@ def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
             processor.pad_token = processor.eos_token or processor.unk_token
             if processor.pad_token is None:
                 raise ValueError("it has no token to pad with")
-    except Exception as error:
-        raise _not_trusted(source, error) or HeadPruneError(
-            f"{source} has no {what} that loads ({first_line(error)}).",
-            f"Put the {what}'s files into the folder (for instance with {what.replace(' ', '_')}.save_pretrained).",
-        ) from error
     return processor
 
 

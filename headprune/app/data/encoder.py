@@ -21,7 +21,6 @@ from headprune.inputs import LABELS
 
 Row = Mapping[str, Any]
 Feature = dict[str, Any]
-Names = tuple[str | tuple[str, ...], ...]
 OPTIONAL = ("label", "answers")  # what examples may lack where no label is needed
 
 
@@ -40,7 +39,7 @@ class Encoding:
     """
 
     encode: Callable[[Encoder, Row, int], Feature | str]
-    columns: Mapping[str, Names]
+    columns: Mapping[str, tuple[str, ...]]
     labels: str = ""
     pads: bool = True
     masks: bool = False
@@ -73,39 +72,36 @@ class Encoder:
         self.columns: dict[str, str] = {}
         features = next(iter(splits.values())).features
         for what, usual in encoding.columns.items():
-            if names := self._column(what, usual, list(features)):
-                self.columns[what] = ",".join(names)
+            if column := self._column(what, usual, list(features)):
+                self.columns[what] = column
         self.label = next((self.columns[what] for what in OPTIONAL if what in self.columns), None)
         self.shifted = False  # whether labels are the next tokens
         self.cut = False
         self.notes = list(filter(None, [encoding.prepare(self)]))
         self.read(features)
 
-    def _column(self, what: str, usual: Names, there: Sequence[str]) -> Sequence[str]:
-        """The columns that the user named, or the first with usual names; none for labels that are not needed and not there.
+    def _column(self, what: str, usual: Sequence[str], there: Sequence[str]) -> str:
+        """The column that the user named, or the first with a usual name; "" for labels that are not needed and not there.
 
         Raises:
             HeadPruneError: There is no such column.
         """
         is_input, optional = not self.columns, what in OPTIONAL
-        flag, given = (
-            ("--text-column", self.options.text_column) if is_input else ("--label-column", self.options.label_column)
-        )
-        if given:
-            names = [name.strip() for name in given.split(",")] if is_input else [given]
-        else:
-            choices = (
-                [name] if isinstance(name, str) else [*name] for name in usual if name not in self.columns.values()
-            )
-            names = next((names for names in choices if {*names} <= {*there}), [])
+        flag = "--text-column" if is_input else "--label-column"
+        given = self.options.text_column if is_input else self.options.label_column
+        known = (name for name in usual if name not in self.columns.values() and {*name.split(",")} <= {*there})
+        column = given or next(known, "")
+        if not column and optional and not self.labelled:
+            return ""
+        names = [name.strip() for name in column.split(",")] if is_input else [column]
         listed = f"the columns are {', '.join(there)}"
-        if wrong := [name for name in names if name not in there]:
-            raise HeadPruneError(f"There is no column {wrong[0]!r} ({flag}): {listed}.", f"Name another with {flag}.")
-        if not names and (self.labelled or not optional):
-            more = " (two for pairs: premise,hypothesis)" if isinstance(usual[0], tuple) else ""
+        if not column:
+            more = " (two for pairs: premise,hypothesis)" if "," in usual[0] else ""
             more = "; `score --distil` needs none" if optional else more
             raise HeadPruneError(f"No column looks like the {what}: {listed}.", f"Name it with {flag}{more}.")
-        return names
+        if wrong := [name for name in names if name not in there]:
+            raise HeadPruneError(f"There is no column {wrong[0]!r} ({flag}): {listed}.", f"Name another with {flag}.")
+        return ",".join(names)
 
     def read(self, features: Mapping[str, Any]) -> None:
         """Use the columns of another split from now on: its labels may number the classes in another order."""

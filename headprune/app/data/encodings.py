@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headprune.app.data.encoder import Encoder, Encoding, Feature, Names, Row
+from headprune.app.data.encoder import Encoder, Encoding, Feature, Row
 from headprune.app.options import Task
 from headprune.batches import Rows
 from headprune.conventions import logits_in
@@ -23,22 +23,22 @@ from headprune.inputs import call, model_device
 from headprune.label_use import find_label_use
 from headprune.running import quiet
 
-# Usual names of columns, the clearest first; a tuple is a pair of texts.
-CLASSES: Names = (
+# Usual names of columns, the clearest first; with a comma two of them, for a pair of texts.
+CLASSES = (
     "label", "labels", "class", "target", "sentiment", "category", "intent", "ner_tags", "pos_tags", "tags", "fine_label",
 )  # fmt: skip
-TEXTS: Names = (
-    ("premise", "hypothesis"), ("sentence1", "sentence2"), ("question1", "question2"), ("text_a", "text_b"),
-    ("question", "sentence"), ("question", "passage"), "text", "sentence", "content", "review", "tweet", "document",
+TEXTS = (
+    "premise,hypothesis", "sentence1,sentence2", "question1,question2", "text_a,text_b",
+    "question,sentence", "question,passage", "text", "sentence", "content", "review", "tweet", "document",
     "tokens", "words", "article",
 )  # fmt: skip
-CHATS: Names = ("messages", "conversations", "conversation")
-QUESTIONS: Names = (("question", "context"), ("question", "passage"))
-SOURCES: Names = ("article", "document", "dialogue", "source", "input", "question", "text")
-TARGETS: Names = ("highlights", "summary", "target", "output", "answer", "label", "labels")
-IMAGES: Names = ("image", "img", "pixel_values", "picture")
-SOUNDS: Names = ("audio", "speech", "sound")
-TRANSCRIPTS: Names = ("text", "sentence", "transcription", "transcript", "normalized_text")
+CHATS = ("messages", "conversations", "conversation")
+QUESTIONS = ("question,context", "question,passage")
+SOURCES = ("article", "document", "dialogue", "source", "input", "question", "text")
+TARGETS = ("highlights", "summary", "target", "output", "answer", "label", "labels")
+IMAGES = ("image", "img", "pixel_values", "picture")
+SOUNDS = ("audio", "speech", "sound")
+TRANSCRIPTS = ("text", "sentence", "transcription", "transcript", "normalized_text")
 
 
 # -- texts ----------------------------------------------------------------------------------------------
