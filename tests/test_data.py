@@ -159,24 +159,26 @@ def test_every_text_task_scores_with_the_models_own_loss(task: str, tmp_path: Pa
     assert torch.isfinite(scores.flat()).all()
 
 
-def test_answers_are_where_they_should_be(tmp_path: Path) -> None:
-    parts, texts = parts_of_rows(of_task("question-answering"), ROWS["question-answering"], tmp_path), tokenizer()
-    answers = {
-        texts.decode(f["input_ids"][f["start_positions"] : f["end_positions"] + 1])
-        for p in three(parts)
-        for f in p.features
-    }
+@pytest.mark.parametrize("columns", [None, "question, context"])
+def test_answers_are_where_they_should_be(columns: str | None, tmp_path: Path) -> None:
+    rows, texts = ROWS["question-answering"], tokenizer()
+    parts = parts_of_rows(of_task("question-answering"), rows, tmp_path, text_column=columns)
+    features = [f for part in three(parts) for f in part.features]
+    answers = {texts.decode(f["input_ids"][f["start_positions"] : f["end_positions"] + 1]) for f in features}
     assert answers == {"great", "dull", "fun", "sad", "one", "two"}
 
 
-def test_masks_are_drawn_by_seed_and_row(tmp_path: Path) -> None:
-    loaded = of_task("masked-lm")
-    first, again = (parts_of_rows(loaded, ROWS["masked-lm"], tmp_path).score.features for _ in range(2))
-    assert first == again
-    for f in first:
-        masked = [i for i, token in enumerate(f["input_ids"]) if token == 4]
-        assert masked
-        assert [i for i, label in enumerate(f["labels"]) if label != -100] == masked
+@pytest.mark.parametrize("coder", [tokenizer, left_padding])
+def test_masks_are_drawn_by_seed_and_row(coder: Any, tmp_path: Path) -> None:
+    """And labels lie where the masked tokens do, whatever side is padded."""
+    loaded = of_task("masked-lm", coder())
+    first, again = (parts_of_rows(loaded, ROWS["masked-lm"], tmp_path).score for _ in range(2))
+    assert first.features == again.features
+    (batch,) = first.batches(99)
+    assert (batch["attention_mask"] == 0).any()
+    masked = batch["input_ids"] == 4
+    assert masked.any(1).all()
+    assert torch.equal(batch["labels"] != -100, masked)
 
 
 def test_whisper_and_its_sound(tmp_path: Path) -> None:
@@ -444,9 +446,8 @@ def test_what_chooses_or_is_reported_is_never_trained_on(bert_folder: Path, tmp_
         train, notes = load_train(options, loaded, parts)
         held_out = {str(f["input_ids"]) for p in (parts.choose, parts.report) for f in p.features}
         assert not held_out & {str(f["input_ids"]) for f in train.features}
-        assert {p.split for p in (parts.choose, parts.report)} != {train.split} or not set(train.rows) & {
-            *parts.choose.rows, *parts.report.rows
-        }  # fmt: skip
+        used = {(part.split, row) for part in (parts.choose, parts.report) for row in part.rows}
+        assert not used & {(train.split, row) for row in train.rows}
         assert set(parts.score.rows) & set(train.rows)
         assert len(set(train.rows)) == len(train) > 20
         assert notes[1].startswith("Left out")
@@ -460,13 +461,12 @@ def test_what_chooses_or_is_reported_is_never_trained_on(bert_folder: Path, tmp_
 def test_nothing_left_to_train_on(bert_folder: Path, tmp_path: Path) -> None:
     loaded = load_model(str(bert_folder))
     rows = sentences(20, 5)
-    for split in ("train", "validation", "test"):
+    write_jsonl(tmp_path / "train.jsonl", [*rows[:5], {"text": "a film", "label": 0}])
+    for split in ("validation", "test"):
         write_jsonl(tmp_path / f"{split}.jsonl", rows)
     options = DataOptions(str(tmp_path), limit=8)
-    write_jsonl(tmp_path / "train.jsonl", [*rows[:5], {"text": "a film", "label": 0}])
     parts = load_parts(options, loaded)
-    chosen = replace(parts.choose, inputs=(*parts.choose.inputs, *parts.score.inputs))
-    parts = replace(parts, choose=chosen)
+    parts = replace(parts, choose=replace(parts.choose, inputs=(*parts.choose.inputs, *parts.score.inputs)))
     with pytest.raises(hp.HeadPruneError, match="left to train on"):
         load_train(options, loaded, parts)
 
