@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.inputs import config_fields, first_rows, is_encoder_decoder, map_leaves, shortened
+from headprune.inputs import config_fields, first_rows, first_tokens, is_encoder_decoder, map_leaves
 from headprune.pruned import home
 
 _SPECS = "_headprune_input_specs"  # the attribute of a model
@@ -49,7 +49,7 @@ def record(model: nn.Module, example: Any) -> None:
     specs, special = [], _special_ids(model)
     for smaller in (True, False):
         try:
-            given = shortened(first_rows(example, ROWS), TOKENS) if smaller else example
+            given = first_tokens(first_rows(example, ROWS), TOKENS) if smaller else example
             specs.append(_spec_of(given, "", special))
         except (_NoSpecError, RuntimeError, NotImplementedError, TypeError):  # nested or sparse tensors, for instance
             continue

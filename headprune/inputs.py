@@ -233,7 +233,7 @@ def variants(example: Example) -> list[Example]:
     return result
 
 
-def shortened(example: Example, most: int) -> Example:
+def first_tokens(example: Example, most: int) -> Example:
     """The first ``most`` tokens of a text, ``input_ids`` and what is as long; any other example as it is."""
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
     if not isinstance(example, Mapping) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] <= most:

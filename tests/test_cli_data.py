@@ -306,7 +306,7 @@ def test_questions_that_cannot_be_used_are_counted(here: Path) -> None:
     said = " ".join(run("score", "model", "-d", "data", "-m", "random", "-o", "run").stderr.split())
     assert "Data: 16 to score (train), 4 to choose (train), 20 to report (test); 3 rows left out. Columns:" in said
     assert (
-        "used: 1 of 17 to score (1 without an answer); 1 of 5 to choose (1 without an answer); 1 of 21 to report"
+        "Rows left out: 1 of 17 to score (1 without an answer); 1 of 5 to choose (1 without an answer); 1 of 21 to report"
         in said
     )
     assert "1 of 21 to report (1 with the answer behind the cut)" in (here / "run" / "report.md").read_text()
@@ -435,4 +435,4 @@ def test_second_data_that_are_not_there_or_do_not_fit(here: Path, bert_folder: P
     assert "label 7 does not fit the model's head" in run(*ask, "--also", wrong, code=1).stderr
     rows = [json.loads(line) for line in (data_folder / "train.jsonl").read_text().splitlines()]
     used = write_jsonl(here / "used.jsonl", rows)
-    assert "repeat an input" in run(*ask[:4], "-L", 60, *ask[6:], "--also", used, code=1).stderr
+    assert "repeating an input" in run(*ask[:4], "-L", 60, *ask[6:], "--also", used, code=1).stderr

@@ -216,7 +216,7 @@ def test_the_same_text_in_two_splits_is_used_once(task: str, tmp_path: Path) -> 
         return {tuple(t if label == -100 else label for t, label in zip(*pair, strict=False)) for pair in pairs}
 
     assert not texts(parts.score) & texts(parts.report)
-    assert any("already been used" in note for note in parts.notes)
+    assert any("repeating an input" in note for note in parts.notes)
 
 
 def test_left_padding_does_not_reach_language_models(tmp_path: Path) -> None:
@@ -450,7 +450,7 @@ def test_what_chooses_or_is_reported_is_never_trained_on(bert_folder: Path, tmp_
         assert not used & {(train.split, row) for row in train.rows}
         assert set(parts.score.rows) & set(train.rows)
         assert len(set(train.rows)) == len(train) > 20
-        assert notes[1].startswith("Left out")
+        assert notes[1].startswith("Rows left out")
         scored = int(re.search(r"of which (\d+) also scored", notes[0])[1])
         assert scored == len(set(train.rows) & set(parts.score.rows))
         fewer, _ = load_train(options, loaded, parts, 9)

@@ -132,8 +132,8 @@ def _explained(source: str, problem: str, hint: str) -> Iterator[None]:
                 f"{source} needs code that comes with it, and headprune does not run such code unasked.",
                 "Read that code; if you trust it, add --trust-remote-code.",
             ) from error
-        told = checkpoint.damaged(source, error) or HeadPruneError(f"{problem} ({first_line(error)}).", hint)
-        raise told from error
+        damage = checkpoint.damaged(source, error)
+        raise damage or HeadPruneError(f"{problem} ({first_line(error)}).", hint) from error
 
 
 def config_of(source: str, common: dict[str, Any]) -> Any:

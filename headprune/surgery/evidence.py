@@ -21,9 +21,9 @@ from headprune.attention import AttentionLayer, Heads
 from headprune.inputs import (
     Example,
     config_fields,
+    first_tokens,
     model_device,
     scrambled,
-    shortened,
     tensors,
     variants,
     vocabulary_size,
@@ -58,7 +58,7 @@ def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
     later tokens are hidden. What is derived from a text has at most `LONG` tokens: with padding many models build a mask of tokens x
     tokens. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
     """
-    short = shortened(example, LONG)
+    short = first_tokens(example, LONG)
     prompt = _prompt(model, short)
     single = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model)), *([prompt] if prompt else [])]
     return [[each] for each in single] + longer(example, position_limit(model))

@@ -37,7 +37,7 @@ DATA: list[Row] = [
     *(of_data("a.jsonl", rows(), f"no column 'nothing' .{flag}", flag, "nothing") for flag in ("--text-column", "--label-column")),
     of_data("a.jsonl", rows(), "no usable split 'test'", "--report-split", "test"),
     of_data("a.jsonl", rows(2 + 2), "too few rows"),
-    of_data("a.jsonl", '{"text": "a", "label": 1}\n' * 40, "repeat an input"),
+    of_data("a.jsonl", '{"text": "a", "label": 1}\n' * 40, "repeating an input"),
     of_data("a.jsonl", '{"text": "a", "label": -1}\n' * 40, "no labelled rows"),
     of_data("a.jsonl", SURROGATE, "Row .* of a.jsonl .*cannot be read: UnicodeDecodeError|line 1: .*utf-8"),
     of_data("a.jsonl", rows().encode("utf-16"), "line 1: .*utf-8"),

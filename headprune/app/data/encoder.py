@@ -154,7 +154,7 @@ class Encoder:
         texts = self.inputs(row)
         if any(not isinstance(text, str) for text in texts):
             raise self.holds_no("text", "Name another with --text-column.")
-        return dict(self.shortened(partial(self.processor, *texts)))
+        return dict(self.truncate(partial(self.processor, *texts)))
 
     def labels(self, row: Row, make: Callable[[Any], Any]) -> Feature:
         """``{"labels": …}`` for a model; {} for a row without a usable label, where labels are not required."""
@@ -183,7 +183,7 @@ class Encoder:
         why = "the most that the model takes" if self.max_length >= self._most_tokens else "--max-length says where"
         return f"Texts of more than {self.max_length} tokens were cut there ({why})"
 
-    def shortened(self, encode: Callable[..., Any], limit: int | None = None, how: str | bool = True) -> Any:
+    def truncate(self, encode: Callable[..., Any], limit: int | None = None, how: str | bool = True) -> Any:
         """A tokenizer's encoding of an example, cut at ``limit`` tokens (default `max_length`); sets `cut` if it was longer.
 
         Args:

@@ -60,7 +60,7 @@ def encode_words(encoder: Encoder, row: Row, _: int) -> Feature | str:
     (words,) = encoder.inputs(row)
     if not words:
         return "empty"
-    coded = encoder.shortened(partial(encoder.processor, words, is_split_into_words=True))
+    coded = encoder.truncate(partial(encoder.processor, words, is_split_into_words=True))
     owners = coded.word_ids()
 
     def targets(tags: Any) -> list[int | float]:
@@ -82,7 +82,7 @@ def encode_question(encoder: Encoder, row: Row, _: int) -> Feature | str:
     if encoder.label is not None and not (answers and answers["text"]):
         return "without an answer"
     question, context = encoder.inputs(row)
-    coded = encoder.shortened(
+    coded = encoder.truncate(
         partial(encoder.processor, question, context, return_offsets_mapping=True), how="only_second"
     )
     offsets, sequence = coded.pop("offset_mapping"), coded.sequence_ids()
@@ -100,7 +100,7 @@ def encode_question(encoder: Encoder, row: Row, _: int) -> Feature | str:
 
 def encode_pair(encoder: Encoder, row: Row, _: int) -> Feature:
     """A text, and the text that is made of it."""
-    target = encoder.shortened(partial(encoder.processor, text_target=str(row[encoder.columns["target"]])))
+    target = encoder.truncate(partial(encoder.processor, text_target=str(row[encoder.columns["target"]])))
     return {**encoder.tokens(row), "labels": list(target["input_ids"])}
 
 
@@ -125,7 +125,7 @@ def prepare_masked(encoder: Encoder) -> str:
     return "15 % of each text's tokens were masked, drawn by seed and row; only they are predicted."
 
 
-_WRITTEN = "Chats were written out by the tokenizer's chat template; what every speaker says is predicted."
+_CHATS_NOTE = "Chats were written out by the tokenizer's chat template; what every speaker says is predicted."
 
 
 def encode_causal(encoder: Encoder, row: Row, _: int) -> Feature | str:
@@ -133,8 +133,8 @@ def encode_causal(encoder: Encoder, row: Row, _: int) -> Feature | str:
     value, *more = encoder.inputs(row)
     if not more and _is_chat(value):
         # The template writes the special tokens: the tokenizer's own would come twice.
-        text = partial(encoder.processor, _written(encoder, value), add_special_tokens=False)
-        coded = dict(encoder.shortened(text))
+        text = partial(encoder.processor, _write_chat(encoder, value), add_special_tokens=False)
+        coded = dict(encoder.truncate(text))
     else:
         coded = encoder.tokens(row)
     if len(coded["input_ids"]) < 2:
@@ -150,15 +150,15 @@ def _is_chat(value: Any) -> bool:
     return messages and all(isinstance(m, Mapping) and {"role", "content"} <= {*m} for m in value)
 
 
-def _written(encoder: Encoder, chat: list[Row]) -> str:
+def _write_chat(encoder: Encoder, chat: list[Row]) -> str:
     """A chat as text."""
     if not getattr(encoder.processor, "chat_template", None):
         raise HeadPruneError(
             f"column {encoder.columns['text']!r} holds chats, and the tokenizer has no chat template.",
             "Set its chat_template, or write the chats out into a column of texts.",
         )
-    if _WRITTEN not in encoder.notes:
-        encoder.notes.append(_WRITTEN)
+    if _CHATS_NOTE not in encoder.notes:
+        encoder.notes.append(_CHATS_NOTE)
     try:
         return str(encoder.processor.apply_chat_template(chat, tokenize=False))
     except Exception as error:  # templates raise what they like, mostly about the order of roles
@@ -232,7 +232,7 @@ def encode_speech(encoder: Encoder, row: Row, _: int) -> Feature:
     extractor, tokenizer = encoder.processor.feature_extractor, encoder.processor.tokenizer
     coded = extractor(_samples(encoder, row), sampling_rate=extractor.sampling_rate, return_tensors="pt")
     text = str(row[encoder.columns["transcript"]])
-    labels = list(encoder.shortened(partial(tokenizer, text), encoder.options.max_length or 448)["input_ids"])
+    labels = list(encoder.truncate(partial(tokenizer, text), encoder.options.max_length or 448)["input_ids"])
     if labels[:1] == [encoder.config.decoder_start_token_id]:
         labels = labels[1:]  # the model puts it there itself when it shifts the labels
     return {"input_features": coded["input_features"][0], "labels": labels}

@@ -26,7 +26,6 @@ class Part:
         inputs: A hash of every example's input, where parts were cut by it.
         shortened: How many were cut to the length that the model accepts, or that was asked for.
         left_out: How many rows could not be used, by the reason.
-        repeated: How many were left out because their input had been seen.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Part:
     inputs: tuple[str, ...] = ()
     shortened: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)
-    repeated: int = 0
 
     def __len__(self) -> int:
         return len(self.features)
@@ -47,6 +45,11 @@ class Part:
     def purpose(self) -> str:
         """In words, such as ``"to score"``."""
         return f"to {self.name if self.name in ('score', 'choose', 'report', 'train') else 'measure'}"
+
+    @property
+    def reasons(self) -> str:
+        """Why rows were left out, with their numbers; "" if none were."""
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
 
     def lengths(self) -> list[int]:
         """Tokens per example (1 where there are none)."""

@@ -20,6 +20,7 @@ from headprune.errors import HeadPruneError, first_line
 
 _CHOOSE_SPLITS = ("validation", "valid", "val", "dev", "eval", "validation_matched")
 _REPORT_SPLITS = ("test", *_CHOOSE_SPLITS)
+_REPEATING = "repeating an input of an earlier part"
 PLAIN_TEXT = Path(__file__).parent / "plain-english.txt"  # a passage a line; its source is in plain-english.md
 
 
@@ -53,7 +54,7 @@ def cut_rows(
     reporting = options.report_split or find(_REPORT_SPLITS, scoring)
     choosing = options.choose_split or find(_CHOOSE_SPLITS, scoring, reporting)
     choosing, reporting = (None if split == scoring else split for split in (choosing, reporting))
-    free = {name: shuffled(len(data), options.seed) for name, data in usable.items()}
+    free = {name: shuffle(len(data), options.seed) for name, data in usable.items()}
 
     def take(split: str, count: int) -> tuple[str, list[int]]:
         rows, free[split] = free[split][:count], free[split][count:]
@@ -81,7 +82,7 @@ def labelled_splits(splits: Mapping[str, Any]) -> dict[str, Any]:
     return {name: data for name, data in splits.items() if len(data) and not hidden_labels(data)}
 
 
-def shuffled(count: int, seed: int) -> list[int]:
+def shuffle(count: int, seed: int) -> list[int]:
     """The order in which a split's rows are taken: the same for all splits of one size."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(count, generator=generator).tolist()
@@ -140,7 +141,7 @@ def load_train(
     held_out = (parts.choose, parts.report)
     used = {row for part in held_out if part.split == split for row in part.rows}
     seen = {key for part in (*held_out, *parts.also) for key in part.inputs}
-    rows = (row for row in shuffled(len(splits[split]), options.seed) if row not in used)
+    rows = (row for row in shuffle(len(splits[split]), options.seed) if row not in used)
     part = _encode(encoder, "train", split, rows, seen, limit, on_demand=loaded.task.modality != "text")
     scored = len(set(part.rows) & set(parts.score.rows))
     first = f"{len(part):,} examples to train on ({split}), of which {scored:,} also scored the heads."
@@ -188,7 +189,7 @@ def _also(
         columns[flag] = given if given and all(column.strip() in there for column in given.split(",")) else None
     options = replace(options, dataset=dataset, subset=None, **columns)
     encoder = Encoder(encoding_of(loaded.task), options, loaded, splits)
-    rows, seen = shuffled(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}
+    rows, seen = shuffle(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}
     part = _encode(encoder, name, split, rows, seen, options.report_limit)
     return part, [*_notes_on(encoder, part), *filter(None, [encoder.classes.note])]
 
@@ -212,19 +213,16 @@ def _encode(
         HeadPruneError: A row that cannot be read; or no row can be used.
     """
     kept, inputs, features = list[int](), list[str](), list[Any]()
-    left_out, repeated, shortened = Counter[str](), 0, 0
+    left_out, shortened = Counter[str](), 0
     data = encoder.splits[split]
     encoder.read(data.features)
     for row in rows:
         if len(kept) == limit:
             break
         feature = _feature(encoder, split, row)
-        if isinstance(feature, str):
-            left_out[feature] += 1
-            continue
-        key = content_hash(encoder.identity(feature))
-        if key in seen:
-            repeated += 1
+        key = feature if isinstance(feature, str) else content_hash(encoder.identity(feature))
+        if isinstance(feature, str) or key in seen:
+            left_out[_REPEATING if key in seen else key] += 1
             continue
         kept.append(row)
         inputs.append(key)
@@ -237,7 +235,7 @@ def _encode(
         for feature in features:
             feature.pop("labels", None)
     size = encoder.options.batch_size
-    part = Part(name, split, kept, examples, encoder.collate, size, tuple(inputs), shortened, dict(left_out), repeated)
+    part = Part(name, split, kept, examples, encoder.collate, size, tuple(inputs), shortened, dict(left_out))
     if not kept:
         raise _nothing_left(encoder, part)
     return part
@@ -259,31 +257,22 @@ def _feature(encoder: Encoder, split: str, row: int) -> dict[str, Any] | str:
 
 def _nothing_left(encoder: Encoder, part: Part) -> HeadPruneError:
     """The error for a part without an example."""
-    why = [f"{count:,} are {reason}" for reason, count in part.left_out.items()]
-    if part.repeated:
-        why.append(f"{part.repeated:,} repeat an input of an earlier part")
     cut = f" {encoder.cut_note}." if encoder.cut else ""
     return HeadPruneError(
         f"No example of {place(encoder.options.dataset, part.split)} is left {part.purpose} on: "
-        f"{', '.join(why) or 'there are too few rows'}.{cut}",
+        f"{part.reasons or 'there are too few rows'}.{cut}",
         "Use more data without duplicates, another split or columns, or a smaller --limit and --report-limit.",
     )
 
 
 def _notes_on(encoder: Encoder, *parts: Part) -> list[str]:
     """Which examples were left out, and which were cut."""
-    notes = []
-    if any(part.left_out for part in parts):
-        counts = []
-        for part in parts:
-            total = sum(part.left_out.values())
-            why = ", ".join(f"{count:,} {reason}" for reason, count in part.left_out.items())
-            counts += [f"{total:,} of {total + len(part):,} {part.purpose} ({why})"] if total else []
-        notes.append(f"Rows left out, as they cannot be used: {'; '.join(counts)}.")
-    if any(part.repeated for part in parts):
-        counts = [f"{part.repeated:,} {part.purpose}" for part in parts if part.repeated]
-        notes.append(f"Left out, as their input had already been used: {', '.join(counts)}.")
+    counts = []
+    for part in parts:
+        if count := sum(part.left_out.values()):
+            counts.append(f"{count:,} of {count + len(part):,} {part.purpose} ({part.reasons})")
+    notes = [f"Rows left out: {'; '.join(counts)}."] if counts else []
     if any(part.shortened for part in parts):
-        counts = [f"{part.shortened} of {len(part)} {part.purpose}" for part in parts]
-        notes.append(f"{encoder.cut_note}: {', '.join(counts)}.")
+        cut = ", ".join(f"{part.shortened} of {len(part)} {part.purpose}" for part in parts)
+        notes.append(f"{encoder.cut_note}: {cut}.")
     return notes
