@@ -172,15 +172,11 @@ def check_model(model: nn.Module) -> None:
     Raises:
         HeadPruneError: It is none.
     """
-    if isinstance(model, nn.Module):
-        return
-    inner = isinstance(getattr(model, "model", None), nn.Module)
-    raise HeadPruneError(
-        f"The model is a {type(model).__name__}, not a torch.nn.Module.",
-        f"Pass the model in it: {type(model).__name__.lower()}.model."
-        if inner
-        else "Load the model first, by transformers' from_pretrained or headprune.load, and pass that.",
-    )
+    if not isinstance(model, nn.Module):
+        raise HeadPruneError(
+            f"The model is a {type(model).__name__}, not a torch.nn.Module.",
+            "Pass what transformers' from_pretrained or headprune.load gives; of a pipeline, pipeline.model.",
+        )
 
 
 def check_weights(model: nn.Module) -> None:
@@ -249,26 +245,25 @@ def _cut(name: str, value: Any, ids: Tensor, length: int) -> Any:
 
 def _padded(example: Example) -> Example | None:
     """The example with the last token of its first row flipped in every mask: padding, if it was none. None without a mask."""
-    changed = False
-
-    def other(value: Any) -> Any:
-        nonlocal changed
-        if not isinstance(value, Tensor) or value.ndim != 2 or value.shape[1] < 3 or value.numel() == 0:
-            return value
-        if value.dtype != torch.bool and bool(((value != 0) & (value != 1)).any()):
-            return value
-        changed = True
-        value = value.clone()
-        value[0, -1] = value[0, -1] == 0
-        return value
-
-    if isinstance(example, Mapping):
-        result: Example = {k: other(v) if "mask" in k else v for k, v in example.items()}
-    elif isinstance(example, tuple | list):
-        result = tuple(other(v) if isinstance(v, Tensor) and not v.is_floating_point() else v for v in example)
-    else:
+    if isinstance(example, Tensor):
         return None
-    return result if changed else None
+    if isinstance(example, Mapping):
+        result: Example = {k: _flipped(v) if "mask" in k else v for k, v in example.items()}
+    else:
+        result = tuple(_flipped(v) if isinstance(v, Tensor) and not v.is_floating_point() else v for v in example)
+    same = all(a is b for a, b in zip(tensors(result), tensors(example), strict=True))
+    return None if same else result
+
+
+def _flipped(value: Any) -> Any:
+    """A mask ``[rows, tokens]`` with the last token of its first row flipped; anything else as it is."""
+    if not isinstance(value, Tensor) or value.ndim != 2 or value.shape[1] < 3 or value.numel() == 0:
+        return value
+    if value.dtype != torch.bool and bool(((value != 0) & (value != 1)).any()):
+        return value
+    value = value.clone()
+    value[0, -1] = value[0, -1] == 0
+    return value
 
 
 def scrambled(example: Example, vocabulary: int) -> list[Example]:

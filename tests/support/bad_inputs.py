@@ -87,23 +87,15 @@ FILES: dict[str, str | bytes] = {
 
 # None of these may load a model.
 TYPED: list[Row] = [
-    # commands and options that are none, and values that Typer refuses
-    *rows("No such command", "…", "scores cook", 2),
-    row("--frobnicate", "No such option", 2),
-    row("score {bert} --batchsize 3 -d {data}", "No such option", 2),
-    *rows("Missing argument", "…", "score inspect report finetune", 2),
-    *rows("Missing argument", "… {bert}", "push bench", 2),
-    row("export {bert}", "Missing option", 2),
-    *rows("unexpected extra argument", "… {bert} {bert}", "inspect methods", 2),
-    row("score {bert} -d", "requires an argument", 2),
-    *rows("valid int", f"{SCORE} -L …", "1e3 5.5 0x10 none", 2),
-    *rows("valid int", f"{PRUNE} -k 4 --min-heads-per-layer …", "two 1.5", 2),
-    row(f"{SCORE} --seed nan", "valid int", 2),
-    *rows("in the range|should be (greater|less) than", f"{SCORE} --…", "limit=1 limit=-5 batch-size=-1 batch-size=0 report-limit=0 max-length=1 seed=-1 seed=2147483648", 2),
-    row(f"{PRUNE} --keep 2 --min-heads-per-layer -1", "in the range|should be (greater|less) than", 2),
-    row(f"{PRUNE} -k 4 --finetune much", "valid (number|float)", 2),
+    # what Typer refuses
+    *rows("No such command|No such option", "…", "cook --frobnicate", 2),
+    *rows("Missing (argument|option)", "…", "score inspect report finetune", 2),
+    *rows("Missing (argument|option)", "… {bert}", "push bench export", 2),
+    row("methods {bert}", "unexpected extra argument", 2),
+    *rows("valid int", f"{SCORE} --…", "limit=5.5 limit=0x10 seed=nan", 2),
+    *rows("in the range|should be (greater|less) than", f"{SCORE} --…", "limit=1 batch-size=0 report-limit=0 max-length=1 seed=-1 seed=2147483648", 2),
+    *rows("in the range|should be|valid (number|float)", f"{PRUNE} -k 2 --…", "min-heads-per-layer=-1 finetune=much", 2),
     row("finetune {bert} --patience 1.5", "valid int", 2),
-    row(f"{SCORE} --json=yes", "does not take a value", 2),
     # options that are gone
     row(f"{SCORE} --offload-folder x", "--offload-folder is gone", 2),
     row(f"{SCORE} --revision v1", "MODEL@REVISION", 2),
@@ -114,9 +106,8 @@ TYPED: list[Row] = [
           "./does-not-exist ../does-not-exist /does/not/exist ~/does-not-exist a/b/c a//b https://huggingface.co/a/b {bert}/nothing/ {bert}@main größe/modèl"),
     *rows("There is no model", "inspect …", "a\0b a\nb \x1b[31mred [red]x[/] <script>"),
     Row(("inspect", "x" * 5000), "There is no model"),
-    *rows("no model can have this name", "… ./gone -d {data}", "score"),
-    row("show ./gone -t a", "no model can have this name"),
-    row("export ./gone --to onnx", "no model can have this name"),
+    row("score ./gone -d {data}", "no model can have this name"),
+    *rows("no model can have this name", "… ./gone --to onnx", "export"),
     row("bench {bert} ./gone", "no model can have this name"),
     Row(("score", "", "-d", "{data}"), "No model was named"),
     Row(("bench", "  ", "{bert}"), "No model was named"),
@@ -235,8 +226,6 @@ TYPED: list[Row] = [
     *rows("no list of numbers", "bench {bert} {bert} --batch-sizes …", "1e3 1,0 -1"),
     Row(("bench", "{bert}", "{bert}", "--batch-sizes", ""), "no list of numbers"),
     row("bench {bert} gone.onnx", "no file|no model|Only one of"),
-    row("bench {bert} {bert} --seed 99999999999999999999", "Error", 2),
-    row("methods --everything", "Error", 2),
 ]  # fmt: skip
 
 # What only the loaded model can tell, but before any long work.
