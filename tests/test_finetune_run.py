@@ -207,7 +207,7 @@ def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("arguments", "message"), [
     (["run", "--teacher", "nobody/nothing"], "no model 'nobody"), (["run", "--teacher", "{llama}"], "not trained for sequence"),
     (["run", "-o", "{data}"], "exists and is not empty"), (["run", "-o", "{data}", "--overwrite"], "did not write"),
-    (["run", "--dtype", "float16"], "float16"), (["run", "--batch-size", "8", "--device", "cuda"], "no CUDA device"),
+    (["run", "--dtype", "float16"], "float16"), (["run", "--batch-size", "8", "--device", "cuda"], "no device .cuda."),
 ])  # fmt: skip
 def test_mistakes_get_one_line(
     arguments: list[str], message: str, pruned_here: Path, bert_folder: Path, llama_folder: Path, data_folder: Path

@@ -40,17 +40,12 @@ def check_source(source: str) -> None:
         recover_folder(Path(source))
         if Path(source).is_file():
             raise HeadPruneError(f"{source} is a file.", "Pass the folder that it lies in, or a Hub id.")
-        local = Path(source).is_dir()
-    except OSError as error:
-        raise HeadPruneError(f"There is no model {source!r} ({error.strerror}).", "Check the spelling.") from None
-    try:
-        if not local:
+        if not Path(source).is_dir():
             validate_repo_id(split_revision(source)[0])
-    except HFValidationError:
-        raise HeadPruneError(
-            f"There is no model {source!r:.200}: no such folder, and on the Hugging Face Hub no model can have this name.",
-            "Check the path.",
-        ) from None
+    except (OSError, HFValidationError) as error:
+        nowhere = "no such folder, and on the Hugging Face Hub no model can have this name"
+        why = error.strerror if isinstance(error, OSError) else nowhere
+        raise HeadPruneError(f"There is no model {source!r:.200}: {why}.", "Check the spelling, or the path.") from None
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
