@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,10 +66,8 @@ class Session(nn.Module):
         try:
             yield
         except Exception as error:
-            raise HeadPruneError(
-                f"{self._name} does not {what} {self._path.name}: {first_line(error)}",
-                f"Another version may: pip install -U {self._name}",
-            ) from error
+            message = f"{self._name} does not {what} {self._path.name}: {first_line(error)}"
+            raise HeadPruneError(message, f"Another version may: pip install -U {self._name}") from error
 
 
 def is_exported(path: Path) -> bool:
@@ -151,23 +150,16 @@ def complete(
         "threads": threads or torch.get_num_threads(), "requests": list(requests),
     }  # fmt: skip
     code = f"{inspect.getsource(_answer)}\n_answer()"
-    ended = subprocess.run(
-        [sys.executable, "-I", "-c", code],
-        input=json.dumps(job),
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
+    command = [sys.executable, "-I", "-c", code]
+    ended = subprocess.run(command, input=json.dumps(job).encode(), capture_output=True, check=False)
     if ended.returncode == 0 and ended.stdout:
         version, answers = json.loads(ended.stdout.splitlines()[-1])
         return version, answers
-    log = [line.strip() for line in ended.stderr.splitlines() if line.strip()] or [f"it ended with {ended.returncode}"]
-    errors = [line for line in log if any(word in line for word in ("error", "GGML_ASSERT", "failed", "Error"))]
-    raise HeadPruneError(
-        f"llama.cpp does not run the file: {(errors or log)[0][:300].rstrip('.')}.",
-        "Another version of xllamacpp may (pip install -U xllamacpp).",
-    )
+    log = [line for line in ended.stderr.decode(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in log if re.search("[Ee]rror|GGML_ASSERT|failed", line)]
+    why = (*errors, *log, f"it ended with {ended.returncode}")[0].strip()[:300].rstrip(".")
+    hint = "Another version of xllamacpp may (pip install -U xllamacpp)."
+    raise HeadPruneError(f"llama.cpp does not run the file: {why}.", hint)
 
 
 def _answer() -> None:

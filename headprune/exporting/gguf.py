@@ -153,21 +153,16 @@ def _prove(
         shown = repr(text) if isinstance(text, str) else f"{len(text)} random tokens"
         counted = answer.get("usage", {}).get("prompt_tokens")
         if counted != len(ids):
-            raise HeadPruneError(
-                f"llama.cpp reads {shown} as {counted} tokens, the tokenizer as {len(ids)}.",
-                "Its tokenizer of this kind differs; report it, with the tokenizer's name.",
-            )
+            message = f"llama.cpp reads {shown} as {counted} tokens, the tokenizer as {len(ids)}."
+            raise HeadPruneError(message, "Its tokenizer of this kind differs; report it, with the tokenizer's name.")
         likely = engines.log_probabilities(answer)
         gap = (torch.tensor(list(likely.values())) - expected[list(likely)]).abs().max().item()
         if not gap <= allowed:
-            raise HeadPruneError(
-                f"llama.cpp's log-probabilities are {gap:.2g} off after {shown} (allowed: {allowed:.2g}).",
-                "Report it, with the model's name and xllamacpp's version.",
-            )
+            message = f"llama.cpp's log-probabilities are {gap:.2g} off after {shown} (allowed: {allowed:.2g})."
+            raise HeadPruneError(message, "Report it, with the model's name and xllamacpp's version.")
         largest = max(largest, gap)
-    return {
-        "engine": f"xllamacpp {version}", "prompts": len(prompts), "largest_difference": largest, "allowed": allowed,
-    }  # fmt: skip
+    proof = {"engine": f"xllamacpp {version}", "prompts": len(prompts)}
+    return {**proof, "largest_difference": largest, "allowed": allowed}
 
 
 def _rounding(decoder: deci.Decoder, prompt: Prompt, dtype: torch.dtype) -> float:
@@ -226,10 +221,8 @@ def _tokens(tokenizer: Any, bytewise: bool, size: int) -> tuple[list[str], list[
 
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     if max(texts) >= size:
-        raise HeadPruneError(
-            f"The tokenizer has a token {max(texts)}, the model only {size} embeddings.",
-            "Use the model's own tokenizer, or resize its embeddings (model.resize_token_embeddings).",
-        )
+        hint = "Use the model's own tokenizer, or resize its embeddings (model.resize_token_embeddings)."
+        raise HeadPruneError(f"The tokenizer has a token {max(texts)}, the model only {size} embeddings.", hint)
     tokens, types, added = [f"[PAD{i}]" for i in range(size)], [TokenType.UNUSED] * size, tokenizer.added_tokens_decoder
     for index, text in texts.items():
         tokens[index], types[index] = text, TokenType.NORMAL
@@ -255,11 +248,9 @@ def _pre_tokenizer(data: dict[str, Any]) -> tuple[str, bool]:
     looked_up = bool(model["ignore_merges"])
     if pre := PRE_TOKENIZERS.get((", ".join(steps), looked_up)):
         return pre, False
-    raise HeadPruneError(
-        f"The tokenizer cuts text by {', '.join(steps) or 'nothing'}{' and looks up whole words' if looked_up else ''}, which is none of the "
-        "ways written for llama.cpp.",
-        f"Known are the tokenizers of {', '.join(PRE_TOKENIZERS.values())} and SentencePiece's.",
-    )
+    way = f"{', '.join(steps) or 'nothing'}{' and looks up whole words' if looked_up else ''}"
+    hint = f"Known are the tokenizers of {', '.join(PRE_TOKENIZERS.values())} and SentencePiece's."
+    raise HeadPruneError(f"The tokenizer cuts text by {way}, which is none of the ways written for llama.cpp.", hint)
 
 
 def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
@@ -289,10 +280,8 @@ def _ends(tokenizer: Any) -> dict[str, bool]:
     for bos, eos in product((False, True), repeat=2):
         if whole == [tokenizer.bos_token_id] * bos + bare + [tokenizer.eos_token_id] * eos:
             return {"bos": bos, "eos": eos}
-    raise HeadPruneError(
-        f"The tokenizer makes {whole} of a text whose tokens are {bare}: llama.cpp adds bos and eos tokens only.",
-        "Use a tokenizer without such a post-processor.",
-    )
+    message = f"The tokenizer makes {whole} of a text whose tokens are {bare}: llama.cpp adds bos and eos tokens only."
+    raise HeadPruneError(message, "Use a tokenizer without such a post-processor.")
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[float]:
@@ -303,7 +292,6 @@ def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[floa
     pieces = [piece for piece, _ in groupby(left + right for left, right in merges)]
     order = {piece: place for place, piece in enumerate(pieces)}
     if len(order) < len(pieces):
-        raise HeadPruneError(
-            "The merges into a piece don't lie together, as SentencePiece's do.", "Use another tokenizer."
-        )
+        message = "The merges into a piece don't lie together, as SentencePiece's do."
+        raise HeadPruneError(message, "Use another tokenizer.")
     return [-float(order.get(token, len(order))) for token in tokens]

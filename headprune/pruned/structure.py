@@ -251,52 +251,30 @@ def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
             own.remove(noted)
 
 
-def note_removed(model: nn.Module, removed: Sequence[Mapping[str, Sequence[int]]]) -> None:
-    """Add to the heads that a model has lost, a mapping for each prune."""
-    inner, prefix = home(model)
-    noted = [{name.removeprefix(prefix): heads for name, heads in drop.items()} for drop in removed]
-    vars(inner)[_REMOVED] = [*vars(inner).get(_REMOVED, ()), *noted]
-
-
-def removed(model: nn.Module) -> list[dict[str, list[int]]]:
-    """The heads that each prune has removed from a model; each counts within what the prune before left."""
-    inner, prefix = home(model)
-    return [{prefix + name: heads for name, heads in drop.items()} for drop in vars(inner).get(_REMOVED, ())]
-
-
-def note_heads(model: nn.Module, heads: Mapping[str, int]) -> None:
-    """Note how many heads each layer has before its first prune."""
-    inner, prefix = home(model)
-    vars(inner)[_HEADS] = {name.removeprefix(prefix): count for name, count in heads.items()}
-
-
-def heads_before(model: nn.Module) -> dict[str, int]:
-    """How many heads each layer had before the first prune, in the layers' order; {} if there was none, or it is not known."""
-    inner, prefix = home(model)
-    return {prefix + name: count for name, count in vars(inner).get(_HEADS, {}).items()}
-
-
-def note_was_repaired(model: nn.Module) -> None:
-    """Note that a repair refitted a model."""
-    vars(home(model)[0])[_WAS_REPAIRED] = True
-
-
-def was_repaired(model: nn.Module) -> bool:
-    """Whether a repair refitted a model."""
-    return _WAS_REPAIRED in vars(home(model)[0])
-
-
 def record_of(model: nn.Module) -> dict[str, Any]:
-    """What was done to a model: which heads were ``removed``, of how many (``heads``), and whether it was ``repaired``."""
-    return {"removed": removed(model), "heads": heads_before(model), "repaired": was_repaired(model)}
+    """What was done to a model.
+
+    Returns:
+        ``removed``, the heads that each prune took, counted within what the prune before left; ``heads``, how many each layer had before
+        the first prune, in the layers' order ({} if there was none, or it is not known); and whether it was ``repaired``.
+    """
+    inner, prefix = home(model)
+    notes = vars(inner)
+    drops = [{prefix + name: heads for name, heads in drop.items()} for drop in notes.get(_REMOVED, ())]
+    heads = {prefix + name: count for name, count in notes.get(_HEADS, {}).items()}
+    return {"removed": drops, "heads": heads, "repaired": _WAS_REPAIRED in notes}
 
 
 def add_record(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Let a model know what `record_of` said of another of the same weights."""
-    note_removed(model, record.get("removed", ()))
-    note_heads(model, record.get("heads", {}))
+    """Add to what `record_of` says of a model: more that was ``removed``, the ``heads`` of each layer, that it was ``repaired``."""
+    inner, prefix = home(model)
+    notes = vars(inner)
+    drops = [{name.removeprefix(prefix): heads for name, heads in drop.items()} for drop in record.get("removed", ())]
+    notes[_REMOVED] = [*notes.get(_REMOVED, ()), *drops]
+    if "heads" in record:
+        notes[_HEADS] = {name.removeprefix(prefix): count for name, count in record["heads"].items()}
     if record.get("repaired"):
-        note_was_repaired(model)
+        notes[_WAS_REPAIRED] = True
 
 
 def note_ghosts(model: nn.Module, names: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -156,14 +156,10 @@ def _shapes(example: Example) -> list[torch.Size]:
     return [t.shape for t in tensors(example)]
 
 
-@contextmanager
-def within_bounds(model: nn.Module) -> Iterator[None]:
+def within_bounds(model: nn.Module) -> AbstractContextManager[Any]:
     """Raise IndexError for an index out of range on any device: CUDA would stop working for the whole process."""
-    if model_device(model).type == "cpu":  # it raises by itself
-        yield
-        return
-    with _Bounds():  # type: ignore[no-untyped-call]
-        yield
+    # A CPU raises by itself.
+    return nullcontext() if model_device(model).type == "cpu" else _Bounds()  # type: ignore[no-untyped-call]
 
 
 class _Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]

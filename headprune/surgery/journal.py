@@ -28,7 +28,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
-        self._slices: dict[tuple[int, int, tuple[int, ...]], Tensor] = {}  # so that what is shared stays shared
+        self._slices: dict[tuple[Any, ...], Tensor] = {}  # so that what is shared stays shared
         self.changes: list[str] = []
 
     def undo(self) -> None:
@@ -89,9 +89,7 @@ class Journal:
             mixer = model.get_submodule(layer.mixer)
             self._place(mixer, layer.gate, kept, kept, before=True)
             self._select(mixer, left)
-        self._slice(output, left, output=False)
-        if ghost:
-            self._zero(output)
+        self._slice(output, left, output=False, zero=ghost)
 
     def _correct_counts(self, model: nn.Module, layer: AttentionLayer, removal: Removal, kept: Sequence[int]) -> None:
         """Correct the numbers of heads that modules hold as attributes or in a config, and drop what they cached for all heads."""
@@ -109,11 +107,11 @@ class Journal:
 
     # -- tensors ------------------------------------------------------------------------------------
 
-    def _slice(self, module: nn.Module, features: Features, *, output: bool) -> None:
-        """Keep some input or output features of a linear module."""
+    def _slice(self, module: nn.Module, features: Features, *, output: bool, zero: bool = False) -> None:
+        """Keep some input or output features of a linear module; as zeros, where it shall give nothing."""
         # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
         dim = 0 if output == isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else 1
-        size = self._slice_tensor(module, "weight", features, dim)
+        size = self._slice_tensor(module, "weight", features, dim, zero)
         if output:
             self._slice_tensor(module, "bias", features, 0)
         for name in ("out_features", "out_channels", "nf") if output else ("in_features", "in_channels", "nx"):
@@ -133,36 +131,29 @@ class Journal:
                 self._set(module, "in_channels", module.in_channels * size // module.out_channels)
             self._set(module, "out_channels", size)
 
-    def _slice_tensor(self, module: nn.Module, name: str, features: Features, dim: int) -> int:
-        """Keep some entries of a module's parameter or buffer, if it has one of this name; returns how many."""
+    def _slice_tensor(self, module: nn.Module, name: str, features: Features, dim: int, zero: bool = False) -> int:
+        """Keep some entries of a module's parameter or buffer, if it has one of this name, perhaps as zeros; returns how many."""
         held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
         old = held.get(name)
         if old is None:
             return 0
         index = features.index(old.shape[dim], torch.device("cpu"))
-        if is_elsewhere(module, name):  # it is loaded, cut and stored again
-            value = value_of(module, name)
-            self._undo.append(put(module, name, value.index_select(dim, index.to(value.device))))
-        else:
-            key = (id(old), dim, tuple(index.tolist()))
-            if key not in self._slices:
-                new: Tensor = old.detach().index_select(dim, index.to(old.device))
+        elsewhere = is_elsewhere(module, name)  # then it is loaded, cut and stored again
+        key = (id(old), dim, tuple(index.tolist()), zero)
+        if elsewhere or key not in self._slices:
+            whole = value_of(module, name) if elsewhere else old.detach()
+            new: Tensor = whole.index_select(dim, index.to(whole.device))
+            new = torch.zeros_like(new) if zero else new
+            if not elsewhere:
                 self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        if elsewhere:
+            self._undo.append(put(module, name, new))
+        else:
             temporary = name in module._non_persistent_buffers_set
             hold(module, name, self._slices[key])
             self._undo.append(partial(_put_back, module, held, name, old, temporary))
         self._note_edited(module, tensors=(name,))
         return len(index)
-
-    def _zero(self, output: nn.Module) -> None:
-        """Let a W_O that has just been sliced give nothing."""
-        held, old = output._parameters, output._parameters["weight"]
-        assert old is not None
-        if is_elsewhere(output, "weight"):
-            self._undo.append(put(output, "weight", torch.zeros(old.shape, dtype=old.dtype)))
-            return
-        held["weight"] = nn.Parameter(torch.zeros_like(old), requires_grad=old.requires_grad)
-        self._undo.append(lambda: held.__setitem__("weight", old))
 
     # -- attributes ---------------------------------------------------------------------------------
 

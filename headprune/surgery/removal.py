@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,6 @@ from torch import nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.offload import is_elsewhere
-from headprune.pruned import is_ours
-from headprune.pruned.modules import ConfigView
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,6 @@ class Removal:
     narrow: bool = False
     by_group: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "layers": [layer.to_json() for layer in self.layers]}
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data}  # an older file may lack some
@@ -60,34 +56,17 @@ WIDTHS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def ways(layers: Sequence[AttentionLayer], drop: Heads, model: nn.Module | None = None) -> list[Removal]:
-    """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does.
-
-    Args:
-        model: Leaves out the ways that differ only in integers that this model does not have.
-    """
+def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
+    """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does."""
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
     arguments = (False, True) if any(not a.features for layer in layers for a in layer.arguments) else (False,)
     sides = (False, True) if any(layer.side_modules for layer in layers) else (False,)
-    groups = (False, True) if model is None or _names_groups(model, layers) else (False,)
+    groups, narrows, configs = (False, True), (False, True), (False, True)
+    order = product(groups, narrows, sides, configs, arguments, WIDTHS)  # the last changes first
     return [
         Removal(tuple(layers), drop, widths, cut, own, side, narrow, by_group)
-        for by_group in groups
-        for narrow in (False, True)
-        for side in sides
-        for own in (False, True)
-        for cut in arguments
-        for widths in WIDTHS
+        for by_group, narrow, side, own, cut, widths in order
     ]
-
-
-def _names_groups(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
-    """Whether a module whose integers are corrected, or its config, has one that is named for groups."""
-    modules = [model.get_submodule(name) for layer in layers for name in (*layer.inner_modules, *layer.side_modules)]
-    held = [value for module in modules for value in vars(module).values() if hasattr(value, "to_dict")]
-    configs = [value.original if is_ours(value, ConfigView) else value for value in held]
-    integers = [name for each in (*modules, *configs) for name, value in vars(each).items() if type(value) is int]
-    return any(_IN_GROUP.search(name) or _ANY_GROUPS.search(name) for name in integers)
 
 
 def check_present(model: nn.Module, layer: AttentionLayer) -> None:
@@ -99,11 +78,10 @@ def check_present(model: nn.Module, layer: AttentionLayer) -> None:
     for owner, module in model.get_submodule(layer.module).named_modules():
         for own, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and not is_elsewhere(module, own):
-                raise HeadPruneError(
-                    f"Layer {layer.name} cannot be pruned: {f'{owner}.{own}' if owner else own} has no numbers (it is on the meta "
-                    "device, and no hook of Accelerate on its module loads it).",
-                    "Load the weights first; device_map= of from_pretrained may keep them on the CPU or on disk.",
-                )
+                where = f"{owner}.{own}" if owner else own
+                why = f"{where} has no numbers (it is on the meta device, and no hook of Accelerate on its module loads it)"
+                hint = "Load the weights first; device_map= of from_pretrained may keep them on the CPU or on disk."
+                raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {why}.", hint)
 
 
 def left_as_ghosts(layers: Sequence[AttentionLayer], drop: Heads) -> tuple[str, ...]:
