@@ -207,15 +207,13 @@ def _ratios(model: nn.Module, dense: nn.Module, structure: Structure) -> dict[st
     for name, module in dense.named_modules():
         entry = structure["modules"].get(name, {})
         pairs = [(getattr(own[name], n), getattr(module, n, None)) for n in entry.get("numbers", ())]
-        pairs += [
-            (new, getattr(module.config, n, None)) for e in entry.get("configs", {}).values() for n, new in e.items()
-        ]
+        for fields in entry.get("configs", {}).values():
+            pairs += [(new, getattr(module.config, n, None)) for n, new in fields.items()]
         for tensor, shape in entry.get("tensors", {}).items():
             old = {**module._parameters, **module._buffers}.get(tensor)
             pairs += [] if old is None else list(zip(shape, old.shape, strict=False))
-        ratios[name] = frozenset(
-            Fraction(new, old) for new, old in pairs if isinstance(old, int) and old and new and new != old
-        )
+        numbers = [(new, old) for new, old in pairs if isinstance(old, int) and old and new and new != old]
+        ratios[name] = frozenset(Fraction(new, old) for new, old in numbers)
     return ratios
 
 
@@ -332,12 +330,11 @@ def _cut(
     why = f"{name} is {list(shape)}, in the pruned model {list(tensor.shape)}"
     dims = [d for d, (a, b) in enumerate(zip(tensor.shape, shape, strict=False)) if a != b]
     # Modules that take the kept heads' part of something for all heads: name -> (heads, which are kept).
-    takers = {
-        module: (data["num_heads"], from_ranges(data["kept"]))
-        for module, entry in structure["modules"].items()
-        for kind, data in entry.get("carried", {}).items()
-        if kind in ("position_bias", "arguments")
-    }
+    takers = {}
+    for module, entry in structure["modules"].items():
+        for kind in {"position_bias", "arguments"} & entry.get("carried", {}).keys():
+            data = entry["carried"][kind]
+            takers[module] = data["num_heads"], from_ranges(data["kept"])
     if len(dims) != 1 or tensor.ndim != len(shape) or not takers:
         raise NotStockError(why)
     nearest = max(takers, key=lambda module: len(commonprefix([module, name])))  # noqa: RUF071 (names, no paths)

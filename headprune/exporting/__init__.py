@@ -70,8 +70,8 @@ def export(
     path.parent.mkdir(parents=True, exist_ok=True)
     place = atomic_folder if chosen.folder else _replace_file
     with torch.no_grad(), evaluating(model), _quiet(), place(path, overwrite) as new:
-        done = chosen.write(model, new, processor, dtype, name or path.stem)
-    return replace(done, path=path, format=to)
+        exported = chosen.write(model, new, processor, dtype, name or path.stem)
+    return replace(exported, path=path, format=to)
 
 
 def check_place(path: Path, to: str, dtype: str, overwrite: bool) -> Format:

@@ -151,13 +151,13 @@ def complete(
     }  # fmt: skip
     code = f"{inspect.getsource(_answer)}\n_answer()"
     command = [sys.executable, "-I", "-c", code]
-    ended = subprocess.run(command, input=json.dumps(job).encode(), capture_output=True, check=False)
-    if ended.returncode == 0 and ended.stdout:
-        version, answers = json.loads(ended.stdout.splitlines()[-1])
+    process = subprocess.run(command, input=json.dumps(job).encode(), capture_output=True, check=False)
+    if process.returncode == 0 and process.stdout:
+        version, answers = json.loads(process.stdout.splitlines()[-1])
         return version, answers
-    log = [line for line in ended.stderr.decode(errors="replace").splitlines() if line.strip()]
+    log = [line for line in process.stderr.decode(errors="replace").splitlines() if line.strip()]
     errors = [line for line in log if re.search("[Ee]rror|GGML_ASSERT|failed", line)]
-    why = (*errors, *log, f"it ended with {ended.returncode}")[0].strip()[:300].rstrip(".")
+    why = (*errors, *log, f"it ended with {process.returncode}")[0].strip()[:300].rstrip(".")
     hint = "Another version of xllamacpp may (pip install -U xllamacpp)."
     raise HeadPruneError(f"llama.cpp does not run the file: {why}.", hint)
 

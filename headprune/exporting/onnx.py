@@ -201,10 +201,10 @@ def _notes(model: nn.Module, inputs: dict[str, list[int | str]], tried: list[lis
     notes = []
     if fixed := [name for name, shape in inputs.items() if all(isinstance(d, int) for d in shape)]:
         notes.append(f"Of fixed size in the file, since the model or PyTorch's exporter fixes it: {', '.join(fixed)}.")
-    free = [
-        (size, i, d) for i, dims in enumerate(inputs.values()) for d, size in enumerate(dims) if isinstance(size, str)
-    ]
-    if untried := {size for size, i, d in free if len({shapes[i][d] for shapes in tried}) == 1}:
+    free = [(size, i, d) for i, dims in enumerate(inputs.values()) for d, size in enumerate(dims)]
+    if untried := {
+        size for size, i, d in free if isinstance(size, str) and len({shapes[i][d] for shapes in tried}) == 1
+    }:
         notes.append(f"The model took no other {' or '.join(sorted(untried))} than the traced one, so none was tried.")
     if writes(model):
         notes.append("The file computes whole sequences; it holds no cache of keys and values for generating text.")

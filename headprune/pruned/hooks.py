@@ -118,9 +118,8 @@ class HeadArguments(HookData):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadArguments:
-        arguments = (
-            HeadArgument(**{**a, "features": tuple(map(tuple, a.get("features", ())))}) for a in data["arguments"]
-        )
+        features = [tuple(map(tuple, a.get("features", ()))) for a in data["arguments"]]
+        arguments = (HeadArgument(**{**a, "features": f}) for a, f in zip(data["arguments"], features, strict=True))
         return cls(tuple(arguments), data["num_heads"], from_ranges(data["kept"]))
 
 

@@ -99,10 +99,8 @@ def prune(
         cut = prove(model, touched, drop, inputs, layers)
         if cut.failure:
             names = ", ".join(failing_layers(model, touched, drop, inputs, layers)[:3]) or "these layers together"
-            raise PruneError(
-                f"The heads of {names} cannot be removed exactly: {cut.failure}. The model is unchanged.",
-                "Mask them instead (headprune.mask), or leave that layer out of the plan.",
-            )
+            message = f"The heads of {names} cannot be removed exactly: {cut.failure}. The model is unchanged."
+            raise PruneError(message, "Mask them instead (headprune.mask), or leave that layer out of the plan.")
     if whole:
         add_record(model, {"heads": {layer.name: layer.num_heads for layer in layers}})
     forget_compiled()

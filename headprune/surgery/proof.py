@@ -72,9 +72,11 @@ class Reference:
     seen: Seen
 
 
-def references(
-    model: nn.Module, inputs: Sequence[Sequence[Example]], drop: Heads, layers: Sequence[AttentionLayer]
-) -> list[Reference]:
+Inputs = Sequence[Sequence[Example]]
+Layers = Sequence[AttentionLayer]
+
+
+def references(model: nn.Module, inputs: Inputs, drop: Heads, layers: Layers) -> list[Reference]:
     """The masked model's outputs for its inputs.
 
     Args:
@@ -104,7 +106,7 @@ def references(
     return result
 
 
-def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Sequence[AttentionLayer]) -> Reference:
+def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Layers) -> Reference:
     """What the pruned model has to return for one input."""
     with mask(model, drop, layers=layers):
         if isinstance(batch, Prompt):
@@ -139,13 +141,7 @@ class Attempt:
     inputs: int
 
 
-def prove(
-    model: nn.Module,
-    touched: Sequence[AttentionLayer],
-    drop: Heads,
-    inputs: Sequence[Sequence[Example]],
-    layers: Sequence[AttentionLayer],
-) -> Attempt:
+def prove(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> Attempt:
     """Remove the heads of the layers ``touched`` in the first way that passes the proof; the last that failed, if none does.
 
     Args:
@@ -153,7 +149,7 @@ def prove(
         layers: All layers of the model.
     """
     heads, tolerance = {layer.name: drop[layer.name] for layer in touched}, tolerance_of(model)
-    reference, known, failed = references(model, inputs, heads, layers), set[tuple[str, ...]](), list[Attempt]()
+    reference, known, failed = references(model, inputs, heads, layers), Changes(), list[Attempt]()
     for removal in ways(touched, heads):
         journal = Journal()
         try:
@@ -169,23 +165,21 @@ def prove(
     return failed[-1]
 
 
-def failing_layers(model: nn.Module, touched: Sequence[AttentionLayer], drop: Heads, *context: Any) -> list[str]:
-    """The names of the layers that fail the proof without the others; ``context`` is what else `prove` takes."""
+def failing_layers(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> list[str]:
+    """The names of the layers that fail the proof without the others; arguments as for `prove`."""
     names = []
     for layer in touched:
-        attempt = prove(model, [layer], drop, *context)
+        attempt = prove(model, [layer], drop, inputs, layers)
         attempt.journal.undo()
         names += [layer.name] if attempt.failure else []
     return names
 
 
+Changes = set[tuple[str, ...]]
+
+
 def _compare(
-    model: nn.Module,
-    journal: Journal,
-    removal: Removal,
-    reference: Sequence[Reference],
-    tolerance: float,
-    known: set[tuple[str, ...]],
+    model: nn.Module, journal: Journal, removal: Removal, reference: list[Reference], tolerance: float, known: Changes
 ) -> tuple[float, str]:
     """Remove heads, and compare the model with the masked one.
 
