@@ -171,10 +171,6 @@ class Offloaded(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._plain)
 
-    def placeholder(self, name: str) -> Tensor:
-        """Of the same shape and type, perhaps without numbers."""
-        return self._plain[name]
-
     def place(self, name: str) -> object:
         """Where a tensor's numbers are: equal for two names of one tensor."""
         source = self._tied.get(name, name)

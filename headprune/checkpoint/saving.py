@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from headprune import __version__
 from headprune.checkpoint import probe, remote_code
 from headprune.checkpoint.building import to_stock
-from headprune.checkpoint.card import CARD, SOURCE_CARD, add_tags, origin_of, upload, write_card
+from headprune.checkpoint.card import CARD, add_tags, origin_of, upload, write_card
 from headprune.checkpoint.remote_code import SIDECAR
 from headprune.checkpoint.stock_config import NotStockError, dense_class, is_stock
 from headprune.errors import HeadPruneError
-from headprune.files import atomic_folder, digest, read_json, write_file, write_json
+from headprune.files import atomic_folder, digest, write_file, write_json
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.input_specs import record
 from headprune.inputs import Example, check_model, writes
@@ -74,11 +74,10 @@ def save(
     with atomic_folder(path, overwrite) as folder:
         if example is not None:
             record(model, example)
-        _write(model, folder, about=about or {}, max_shard_size=max_shard_size)
         if processor is not None:
             processor.save_pretrained(folder)
-            sidecar = read_json(folder / SIDECAR, "checkpoint")
-            write_json(folder / SIDECAR, "checkpoint", {**sidecar, "files": file_digests(folder)})
+        beside = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        _write(model, folder, about=about, max_shard_size=max_shard_size, beside=beside)
         for file in folder.iterdir():
             file.chmod(0o644)
     return path
@@ -184,18 +183,12 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {} if names is None else names
 
 
-def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
-    """Digests of a folder's files: relative path with slashes -> digest.
+def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Digests of those of a folder's files that are there: relative path with slashes -> digest.
 
     A bit that flips in the file of buffers may change answers at positions that no probe reaches, and one that flips in a tokenizer
     changes every measurement, but not the model. Weights are left out: the fingerprint covers them.
-
-    Args:
-        names: Which, where they are there; by default all but the weights, the cards (which people edit) and headprune.json itself.
     """
-    if names is None:
-        paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        names = [name for name in paths if name not in (CARD, SOURCE_CARD, SIDECAR)]
     chosen = sorted(name for name in names if name == probe.FILE or not name.endswith(".safetensors"))
     return {name: digest(folder / name) for name in chosen if (folder / name).is_file()}
 
@@ -208,10 +201,12 @@ def _write(
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: str | int = MAX_SHARD,
     same_tensors: bool = False,
+    beside: Sequence[str] = (),
 ) -> None:
     """All files of a model, into a folder that exists: a folder of its stock class, where that can represent it.
 
     Args:
+        beside: Names of other files in the folder that belong to the model, such as a tokenizer's.
         same_tensors: Only where the stock class has the very tensors that the model has, by name and shape: Trainer loads what it
             saved into the model in memory.
     """
@@ -222,7 +217,7 @@ def _write(
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     config = _write_config(model, folder, cls, dtype, {**structure, **record_of(model)} if structure else {})
     probe.write_probe(model, folder)
-    files = file_digests(folder, ("config.json", "generation_config.json", remote_code.FILE, probe.FILE))
+    names = ("config.json", "generation_config.json", remote_code.FILE, probe.FILE, *beside)
     sidecar = {
         "version": __version__,
         "class": f"{cls.__module__}.{cls.__qualname__}",
@@ -232,7 +227,7 @@ def _write(
         **record_of(model),
         "structure": structure,
         "why_not_stock": why,
-        "files": files,
+        "files": file_digests(folder, names),
         "about": about or {},
     }
     write_json(folder / SIDECAR, "checkpoint", sidecar)

@@ -10,6 +10,7 @@ import copy
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice, product
@@ -279,18 +280,16 @@ def _widths(parts: Sequence[Any], new: Change) -> Change:
     """A head's width, said in so many words where a class would divide by the number of heads."""
     widths: dict[Field, int] = {}
     for i, name in new:
-        whole, heads, width = (_value(parts[i], field) for field in ("hidden_size", name, "head_dim"))
+        values: dict[str, Any] = {}
+        for field in ("hidden_size", name, "head_dim"):
+            with suppress(
+                Exception
+            ):  # there is none, or one for each layer, which transformers raises an error of its own for
+                values[field] = getattr(parts[i], field)
+        whole, heads, width = values.get("hidden_size"), values.get(name), values.get("head_dim")
         if type(width) is not int and isinstance(whole, int) and isinstance(heads, int) and whole % heads == 0:
             widths[i, "head_dim"] = min(whole // heads, widths.get((i, "head_dim"), whole))
     return dict(widths)
-
-
-def _value(config: Any, name: str) -> Any:
-    """A field of a config; None where there is none, or one for each layer, which transformers raises an error of its own for."""
-    try:
-        return getattr(config, name, None)
-    except Exception:
-        return None
 
 
 Fit = tuple[dict[str, tuple[int, tuple[int, ...]]], dict[str, torch.Size], tuple[str, ...]]

@@ -49,9 +49,8 @@ PRE_TOKENIZERS = {
     ("Tekken's words, bytes", True): "tekken",
 }
 
-Prompt = tuple[str | list[int], Tensor, Tensor, float]
-"""A text, or ids; the same as tokens, ``[tokens]``; the model's log-probabilities of the token that follows, ``[vocabulary]``; and the
-largest difference that llama.cpp's graph makes at any token, in nats."""
+Prompt = tuple[str | list[int], Tensor, Tensor]
+"""A text, or ids; the same as tokens, ``[tokens]``; and the model's log-probabilities of the token that follows, ``[vocabulary]``."""
 
 
 @exporter("gguf", ".gguf", needs=("gguf",), tokenizer=True)
@@ -67,17 +66,13 @@ def gguf(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) ->
     prompts = _prompts(model, processor, decoder)
     _write(writer, decoder, kind)
     size, proved = path.stat().st_size, importlib.util.find_spec("xllamacpp") is not None
-    facts: dict[str, Any] = {
-        "architecture": "deci", "heads": decoder.heads, "kv_heads": decoder.kv_heads, "dtype": dtype, "bytes": size, "tokenizer": pre,
-        "rendition": max(difference for *_, difference in prompts),
-    }  # fmt: skip
+    facts: dict[str, Any] = {"architecture": "deci", "heads": decoder.heads, "kv_heads": decoder.kv_heads}
+    facts |= {"dtype": dtype, "bytes": size, "tokenizer": pre}
     tried = "not tried in llama.cpp (it is, once xllamacpp is installed: pip install xllamacpp)"
     if proved:
         facts["proof"] = proof = _prove(path, processor, decoder, prompts, kind)
-        tried = (
-            f"tried in llama.cpp ({proof['engine']}): log-probabilities within {proof['largest_difference']:.1g} of the model's "
-            f"on {proof['prompts']} prompts"
-        )
+        off = f"log-probabilities within {proof['largest_difference']:.1g} of the model's on {proof['prompts']} prompts"
+        tried = f"tried in llama.cpp ({proof['engine']}): {off}"
     return Exported(path, "gguf", proved, f"{size / 1e6:,.0f} MB, {dtype}; {tried}", facts, (*decoder.notes, *notes))
 
 
@@ -95,7 +90,7 @@ def _prompts(model: nn.Module, tokenizer: Any, decoder: deci.Decoder) -> list[Pr
     inputs: list[tuple[str | list[int], Tensor]] = [(drawn[:n].tolist(), drawn[:n]) for n in (1, 7, TOKENS)]
     inputs += [(text, torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long)) for text in TEXTS]
     fitting = [(text, ids) for text, ids in inputs if 0 < len(ids) < decoder.context]
-    return [(text, ids, *deci.verify(model, decoder, ids)) for text, ids in fitting]
+    return [(text, ids, deci.verify(model, decoder, ids)) for text, ids in fitting]
 
 
 def _write(writer: Any, decoder: deci.Decoder, dtype: torch.dtype) -> None:
@@ -149,7 +144,7 @@ def _prove(
     requests = [{"prompt": text, **settings} for text, *_ in prompts]
     version, answers = engines.complete(path, requests, context=max(len(ids) for _, ids, *_ in prompts) + 8)
     largest, allowed = 0.0, max(deci.TOLERANCE, *(_rounding(decoder, prompt, dtype) for prompt in prompts))
-    for (text, ids, expected, _), answer in zip(prompts, answers, strict=True):
+    for (text, ids, expected), answer in zip(prompts, answers, strict=True):
         shown = repr(text) if isinstance(text, str) else f"{len(text)} random tokens"
         counted = answer.get("usage", {}).get("prompt_tokens")
         if counted != len(ids):
@@ -167,7 +162,7 @@ def _prove(
 
 def _rounding(decoder: deci.Decoder, prompt: Prompt, dtype: torch.dtype) -> float:
     """What rounding may do to the log-probabilities of the last token, at most."""
-    _, ids, expected, _ = prompt
+    _, ids, expected = prompt
     if dtype == torch.float32:
         return float(deci.NOISE * deci.sensitivity(decoder, ids)[-1])
     return float(_ROUNDED * (deci.render(decoder, ids, dtype)[1][-1] - expected).abs().max())

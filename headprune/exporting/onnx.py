@@ -96,12 +96,15 @@ def _export(
     sizes = [[d if isinstance(d, int) else str(d.subs(plain)) for d in dims] for dims in graph.dims]
     inputs = dict(zip(function.inputs, sizes, strict=True))
     shapes = ", ".join(f"{name} [{', '.join(map(str, shape))}]" for name, shape in inputs.items())
+    tried = (
+        f"tried in {proof['engine']} on {len(proof['shapes'])} shapes: answers within {proof['largest_difference']:.1g}"
+    )
     summary = (
-        f"{size / 1e6:,.1f} MB, {dtype}; {shapes} to {', '.join(function.outputs)}; tried in {proof['engine']} "
-        f"on {len(proof['shapes'])} shapes: answers within {proof['largest_difference']:.1g} of their largest value"
+        f"{size / 1e6:,.1f} MB, {dtype}; {shapes} to {', '.join(function.outputs)}; {tried} of their largest value"
     )
     facts = {"dtype": dtype, "bytes": size, "inputs": inputs, "outputs": function.outputs, "proof": proof}
-    return Exported(path, "onnx", True, summary, facts, _notes(function.model, inputs, proof["shapes"]))
+    note = "The file computes whole sequences; it holds no cache of keys and values for generating text."
+    return Exported(path, "onnx", True, summary, facts, (note,) if writes(function.model) else ())
 
 
 def _convert(graph: Graph, function: FlatModel, file: Path) -> None:
@@ -195,17 +198,3 @@ def _pad(name: str, t: Tensor) -> Tensor:
     if len(t) > 1:
         t[-1, :third] = 0
     return t
-
-
-def _notes(model: nn.Module, inputs: dict[str, list[int | str]], tried: list[list[list[int]]]) -> tuple[str, ...]:
-    notes = []
-    if fixed := [name for name, shape in inputs.items() if all(isinstance(d, int) for d in shape)]:
-        notes.append(f"Of fixed size in the file, since the model or PyTorch's exporter fixes it: {', '.join(fixed)}.")
-    free = [(size, i, d) for i, dims in enumerate(inputs.values()) for d, size in enumerate(dims)]
-    if untried := {
-        size for size, i, d in free if isinstance(size, str) and len({shapes[i][d] for shapes in tried}) == 1
-    }:
-        notes.append(f"The model took no other {' or '.join(sorted(untried))} than the traced one, so none was tried.")
-    if writes(model):
-        notes.append("The file computes whole sequences; it holds no cache of keys and values for generating text.")
-    return tuple(notes)

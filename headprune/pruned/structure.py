@@ -63,7 +63,8 @@ def structure_of(model: nn.Module) -> Structure:
             modules[name] = entry
         for own in entry.get("tensors", ()):
             names.setdefault(id(_tensors(module, own)[own]), []).append(_joined(name, own))
-    biases, kept = added_biases(model), sorted(ghosts(model))
+    inner, prefix = home(model)
+    biases, kept = [prefix + name for name in vars(inner).get(_BIASES, [])], sorted(ghosts(model))
     if not (modules or biases or kept):
         return {}
     shared = [group for group in names.values() if len(group) > 1]
@@ -222,12 +223,6 @@ def home(model: nn.Module) -> tuple[nn.Module, str]:
     return inner, next((f"{name}." for name, module in model.named_modules() if module is inner and name), "")
 
 
-def added_biases(model: nn.Module) -> list[str]:
-    """Modules of a repaired model that have got a bias."""
-    inner, prefix = home(model)
-    return [prefix + name for name in vars(inner).get(_BIASES, [])]
-
-
 def add_biases(model: nn.Module, names: Sequence[str]) -> None:
     """Give modules a bias of zeros, as a repair had to."""
     inner, prefix = home(model)
@@ -244,11 +239,9 @@ def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
     """Undo `add_biases`."""
     inner, prefix = home(model)
     own = vars(inner).setdefault(_BIASES, [])
-    for name in names:
-        if (noted := name.removeprefix(prefix)) in own:
-            module: Any = model.get_submodule(name)
-            module.bias = None
-            own.remove(noted)
+    for name in [name for name in names if name.removeprefix(prefix) in own]:
+        model.get_submodule(name)._parameters["bias"] = None
+        own.remove(name.removeprefix(prefix))
 
 
 def record_of(model: nn.Module) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def prune(
         model.get_submodule(name).train(training)
     _note(model, cut.removal)
     input_specs.record(model, example)
-    return Proof(cut.difference, cut.tolerance, cut.inputs, left_as_ghosts(touched, drop))
+    return cut.proof
 
 
 def remove(model: nn.Module, removal: Removal) -> None:

@@ -44,13 +44,6 @@ class Prompt(dict[str, Any]):
     """An example from which the model generates token by token, with a cache."""
 
 
-def _prompt(model: nn.Module, example: Example) -> Prompt | None:
-    """The part of an example from which the model generates text; None if it cannot."""
-    if not isinstance(example, Mapping) or "input_ids" not in example or not writes(model):
-        return None
-    return Prompt({k: v for k, v in example.items() if not k.startswith(("decoder_", "labels"))})
-
-
 def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
     """Inputs for the proof: the example, versions with other shapes and padding, random content, more tokens, and a prompt.
 
@@ -59,8 +52,9 @@ def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
     tokens. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
     """
     short = shortened(example, LONG)
-    prompt = _prompt(model, short)
-    single = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model)), *([prompt] if prompt else [])]
+    single = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model))]
+    if isinstance(short, Mapping) and "input_ids" in short and writes(model):
+        single.append(Prompt({k: v for k, v in short.items() if not k.startswith(("decoder_", "labels"))}))
     return [[each] for each in single] + longer(example, position_limit(model))
 
 
@@ -82,22 +76,19 @@ def longer(example: Example, limit: int | None = None) -> list[list[Example]]:
     for dim in (1, 0) if main.ndim == 3 else (1,):
         lengths = {t.shape[dim] for t in _tokens(example) if t.ndim == main.ndim or dim == 1}
         batch = main.shape[1 - dim]
-        choices: list[Example] = []
-        for targets in zip(*map(_targets, lengths), strict=True):
+        choices, tried = list[Example](), list[list[torch.Size]]()
+        tries = [(max(LENGTH, 2 * n), 4 * n, 2 * n, n + -(-n // 4)) for n in lengths]  # the longest first
+        for targets in zip(*tries, strict=True):
             new = {n: min(m, limit or m) for n, m in zip(lengths, targets, strict=True) if 1 < n <= LONG}
             new = {n: m for n, m in new.items() if m > n}
             for rows in dict.fromkeys((1, batch)) if new else ():
                 extended = _extended(example, new, main, dim, batch, rows)
-                if _shapes(extended) not in map(_shapes, choices):
+                if (shapes := [t.shape for t in tensors(extended)]) not in tried:
+                    tried.append(shapes)
                     choices.append(extended)
         if choices:
             result.append(choices)
     return result
-
-
-def _targets(length: int) -> tuple[int, ...]:
-    """The lengths to try, the longest first."""
-    return max(LENGTH, 2 * length), 4 * length, 2 * length, length + -(-length // 4)
 
 
 def position_limit(model: nn.Module) -> int | None:
@@ -150,10 +141,6 @@ def _extended(value: Any, new: Mapping[int, int], main: Tensor, dim: int, batch:
     if "attention_mask" in name and plain:
         value = torch.ones_like(value)
     return value
-
-
-def _shapes(example: Example) -> list[torch.Size]:
-    return [t.shape for t in tensors(example)]
 
 
 def within_bounds(model: nn.Module) -> AbstractContextManager[Any]:

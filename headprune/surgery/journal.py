@@ -16,7 +16,7 @@ from headprune.pruned import MultiheadAttention, convert, hooks, is_ours
 from headprune.pruned.hooks import Features, HeadArgument, surviving
 from headprune.pruned.modules import ConfigView, OnlyBias, emptied
 from headprune.pruned.structure import Edited, hold, replace_by_stand_in, set_module
-from headprune.surgery.removal import WIDTHS, HeadCounts, Removal, groups_left
+from headprune.surgery.removal import Removal, count_changes, groups_left
 
 
 class Journal:
@@ -93,14 +93,14 @@ class Journal:
 
     def _correct_counts(self, model: nn.Module, layer: AttentionLayer, removal: Removal, kept: Sequence[int]) -> None:
         """Correct the numbers of heads that modules hold as attributes or in a config, and drop what they cached for all heads."""
-        left = (layer, len(kept), groups_left(layer, kept), WIDTHS[removal.widths])
+        left = len(kept), groups_left(layer, kept)
         for name in (*layer.inner_modules, *(layer.side_modules if removal.side_modules else ())):
             module = model.get_submodule(name)
-            counts = HeadCounts(*left, beside=name != layer.module, by_group=removal.by_group)
-            for attribute, new in counts.changes(vars(module)).items():
+            changes = partial(count_changes, layer=layer, left=left, removal=removal, beside=name != layer.module)
+            for attribute, new in changes(vars(module)).items():
                 self._set(module, attribute, new)
             if removal.own_config:
-                self._set_config(module, counts)
+                self._set_config(module, changes)
             for attribute, cache in list(vars(module).items()):
                 if type(cache) is dict and attribute[0] != "_" and any(isinstance(v, Tensor) for v in cache.values()):
                     self._set(module, attribute, {})
@@ -149,9 +149,10 @@ class Journal:
         if elsewhere:
             self._undo.append(put(module, name, new))
         else:
-            temporary = name in module._non_persistent_buffers_set
+            if name in module._non_persistent_buffers_set:  # until it is undone, it is saved with the weights
+                self._undo.append(partial(module._non_persistent_buffers_set.add, name))
             hold(module, name, self._slices[key])
-            self._undo.append(partial(_put_back, module, held, name, old, temporary))
+            self._undo.append(partial(held.__setitem__, name, old))
         self._note_edited(module, tensors=(name,))
         return len(index)
 
@@ -177,12 +178,12 @@ class Journal:
         self._remember(module, Edited.name)
         Edited.add(module, tensors, numbers)
 
-    def _set_config(self, module: nn.Module, counts: HeadCounts) -> None:
+    def _set_config(self, module: nn.Module, count_changes: Callable[[dict[str, Any]], dict[str, int]]) -> None:
         """Give a module a view of its config with its own counts of heads, where it has a config."""
         for attribute, value in list(vars(module).items()):
             if hasattr(value, "to_dict") and not isinstance(value, nn.Module):
                 original, own = (value.original, value.own) if is_ours(value, ConfigView) else (value, {})
-                if changes := counts.changes({**vars(original), **own}):
+                if changes := count_changes({**vars(original), **own}):
                     self._set(module, attribute, ConfigView(original, {**own, **changes}))
 
     # -- hooks; the heads of a second prune count within what the first one kept ---------------------------
@@ -262,10 +263,3 @@ class Journal:
             stub = emptied(attention, 0, None, layer.output_arity)
             self._replace(model, name, with_numbers(OnlyBias.of(output, bias)))
         self._replace(model, layer.module, with_numbers(stub))
-
-
-def _put_back(module: nn.Module, held: dict[str, Any], name: str, tensor: Tensor, temporary: bool) -> None:
-    """Undo the cut of a parameter or buffer; a temporary buffer is not saved with the weights."""
-    held[name] = tensor
-    if temporary:
-        module._non_persistent_buffers_set.add(name)

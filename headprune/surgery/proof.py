@@ -18,7 +18,7 @@ from headprune.inputs import Example, call, does_not_run, seeded, tensors, widen
 from headprune.running import attributes_kept, exact_attention
 from headprune.surgery.evidence import Prompt, Seen, differing, gap, largest, watching, within_bounds
 from headprune.surgery.journal import Journal
-from headprune.surgery.removal import Removal, ways
+from headprune.surgery.removal import Removal, left_as_ghosts, ways
 
 _SAME = "the same changes were tried before"  # by another removal
 
@@ -128,17 +128,13 @@ class Attempt:
         removal: What was removed, and how.
         journal: Takes the removal back.
         failure: Why it is not exact, and then the model is unchanged; "" if it is, and then the heads are gone.
-        difference: The largest relative difference from the masked model's outputs.
-        tolerance: What the difference had to stay under.
-        inputs: How many inputs were compared.
+        proof: What was compared.
     """
 
     removal: Removal
     journal: Journal
     failure: str
-    difference: float
-    tolerance: float
-    inputs: int
+    proof: Proof
 
 
 def prove(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> Attempt:
@@ -157,7 +153,8 @@ def prove(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers
         except BaseException:  # an interrupt must not leave half a prune either
             journal.undo()
             raise
-        attempt = Attempt(removal, journal, failure, difference, tolerance, len(reference))
+        proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, drop))
+        attempt = Attempt(removal, journal, failure, proof)
         if not failure:
             return attempt
         journal.undo()

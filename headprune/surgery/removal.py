@@ -99,52 +99,42 @@ def groups_left(layer: AttentionLayer, kept: Sequence[int]) -> int:
     return sum(1 for unit in layer.units if set(unit) & set(kept))
 
 
-@dataclass(frozen=True)
-class HeadCounts:
-    """How many heads and key/value groups a layer keeps, to correct the integers by which a module counts them.
+def count_changes(
+    attributes: Mapping[str, Any], layer: AttentionLayer, left: tuple[int, int], removal: Removal, beside: bool
+) -> dict[str, int]:
+    """The integers among a module's attributes that count heads or their features, with their new values.
 
-    Attributes:
-        is_width: Whether an integer of this name that equals heads * head_dim shrinks with the heads.
+    Args:
+        left: How many heads and key/value groups the layer keeps.
+        removal: Says which integers that equal heads * head_dim shrink, and what those that are named for groups count.
         beside: Whether the module is another than the attention module: one that works on keys or values calls the key/value heads
             its heads.
-        by_group: Whether integers named for groups count the groups, or a group's heads (`Removal.by_group`).
     """
+    is_width, (heads_left, kv_left), size = WIDTHS[removal.widths], left, layer.head_dim
+    heads, kv, of_group = layer.num_heads, layer.num_kv_heads, heads_left // kv_left if kv_left else 1
 
-    layer: AttentionLayer
-    heads: int
-    groups: int
-    is_width: Callable[[str], bool]
-    beside: bool
-    by_group: bool = False
-
-    def changes(self, attributes: Mapping[str, Any]) -> dict[str, int]:
-        """The integers among a module's attributes that count heads or their features, with their new values."""
-        integers = {name: v for name, v in attributes.items() if type(v) is int and not name.startswith("_")}
-        new = {name: self._new(name, value) for name, value in integers.items()}
-        return {name: value for name, value in new.items() if value != integers[name]}
-
-    def _new(self, name: str, value: int) -> int:
-        """What an integer becomes; itself where it counts something else."""
-        layer, heads, kv = self.layer, self.layer.num_heads, self.layer.num_kv_heads
-        of_group = self.heads // self.groups if self.groups else 1
-        if self.by_group and _IN_GROUP.search(name) and value == heads // kv:
+    def new(name: str, value: int) -> int:
+        if removal.by_group and _IN_GROUP.search(name) and value == heads // kv:
             return of_group
         # LitGPT's ``n_query_groups`` are as many as key/value heads, the groups of a norm over single heads as many as heads.
-        if self.by_group and _ANY_GROUPS.search(name) and value in (kv, heads):
-            return self.groups if value == kv else self.heads
+        if removal.by_group and _ANY_GROUPS.search(name) and value in (kv, heads):
+            return kv_left if value == kv else heads_left
         if _GROUPS.search(name) and value == heads // kv:
             return of_group
         if _KV_HEADS.search(name) and value == kv:
-            return self.groups
+            return kv_left
         if _HEADS.search(name) and value == heads:
-            return self.heads
-        if _HEADS.search(name) and value == kv and self.beside:
-            return self.groups
-        if (_HEAD_WIDTH.search(name) and value == layer.head_dim) or _LENGTH.search(name) or not self.is_width(name):
+            return heads_left
+        if _HEADS.search(name) and value == kv and beside:
+            return kv_left
+        if (_HEAD_WIDTH.search(name) and value == size) or _LENGTH.search(name) or not is_width(name):
             return value
-        if value == heads * layer.head_dim:
-            return self.heads * layer.head_dim
-        return self.groups * layer.head_dim if _KV_WIDTH.search(name) and value == kv * layer.head_dim else value
+        if value == heads * size:
+            return heads_left * size
+        return kv_left * size if _KV_WIDTH.search(name) and value == kv * size else value
+
+    integers = {name: v for name, v in attributes.items() if type(v) is int and not name.startswith("_")}
+    return {name: changed for name, value in integers.items() if (changed := new(name, value)) != value}
 
 
 _HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")
