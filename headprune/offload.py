@@ -93,7 +93,7 @@ def _place(stored: Any, name: str) -> object:
 
 
 def put(module: nn.Module, name: str, value: Tensor, *, in_memory: bool = False) -> Undo:
-    """Give a module's own tensor that is kept elsewhere other numbers, of any shape; the placeholder becomes one of that shape.
+    """Replace the numbers of a module's tensor that is kept elsewhere, also by a tensor of another shape; the placeholder is replaced, too.
 
     Args:
         in_memory: Whether they may stay in the CPU's memory where the old ones are on disk.
@@ -236,7 +236,7 @@ def _loaders(model: nn.Module) -> list[Any]:
 
 
 def with_numbers(module: nn.Module) -> nn.Module:
-    """A module whose tensors without entries, which stand for weights that are gone, are not on the meta device: they are saved, too."""
+    """Move a module's empty tensors, which stand for removed weights, off the meta device, so that they are saved; returns the module."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta and not buffer.numel():
             module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -255,14 +255,14 @@ class _Aligned(OffloadedWeightsLoader):  # type: ignore[misc]
 
 
 def aligned(model: nn.Module) -> None:
-    """Let weights that are read from files be copied to memory that starts where any tensor starts."""
+    """Copy weights that are read from files into aligned memory, so that kernels sum in the same order as for other tensors."""
     for loader in _loaders(model):
         if isinstance(loader, OffloadedWeightsLoader):
             loader.__class__ = _Aligned
 
 
 def on_disk(*shape: int, dtype: torch.dtype = torch.float64, folder: str | os.PathLike[str] | None = None) -> Tensor:
-    """Zeros in a file of their own, which the system reads and writes as there is memory, and which goes with the tensor.
+    """Zeros in a memory-mapped file, which is deleted together with the tensor.
 
     Args:
         folder: For the file; that of temporary files, by default.

@@ -172,7 +172,8 @@ def test_which_integers_count_heads(
     layer: hp.AttentionLayer, left: tuple[int, int], fields: dict[str, Any], now: int | None
 ) -> None:
     """One that only looks like a head count, or is as large by chance, stays."""
-    changes = count_changes(fields, layer, left, Removal((), {}, "inner"), beside=False)
+    removal = Removal((), {}, "inner" if now is None else "all")
+    changes = count_changes(fields, layer, left, removal, beside=False)
     assert changes == ({} if now is None else dict.fromkeys(fields, now))
 
 

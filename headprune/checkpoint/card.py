@@ -46,7 +46,7 @@ class Origin:
 
 
 def origin_of(model: Any) -> Origin:
-    """What a transformers model's config names; of the Hub's models what is on this machine."""
+    """The origin that a transformers model's config names; files of the Hub are read from this machine's cache only."""
     source = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
     if source and (folder := Path(source)).is_dir():
         with suppress(HeadPruneError):

@@ -105,7 +105,7 @@ def save_pretrained(
     max_shard_size: str | int = MAX_SHARD,
     **kwargs: Any,
 ) -> None:
-    """What takes the place of a pruned transformers model's own ``save_pretrained`` (which Trainer calls, too).
+    """Replaces ``save_pretrained`` of a pruned transformers model; Trainer calls it, too.
 
     Args:
         save_directory: Files of other names there are left alone.
@@ -129,7 +129,7 @@ def save_pretrained(
 def push_to_hub(
     model: Any, repo_id: str, *, max_shard_size: str | int | None = None, tags: Sequence[str] = (), **commit: Any
 ) -> str:
-    """What takes the place of a pruned model's own ``push_to_hub``, which would put another card in the place of ours.
+    """Replaces ``push_to_hub`` of a pruned model, which would overwrite the model card.
 
     Args:
         commit: ``private``, ``token``, ``commit_message``, ``commit_description``, ``revision`` and ``create_pr``.
@@ -150,7 +150,7 @@ def push_to_hub(
 
 
 def unite_tied(model: nn.Module) -> None:
-    """Make two equal tensors one where the config has one: transformers 5.0 leaves them two where a checkpoint stores both."""
+    """Tie equal tensors that the config ties: transformers 5.0 leaves them untied where a checkpoint stores both."""
     for name, other, one, two in _separate(model):
         if not (one.is_meta or two.is_meta) and torch.equal(one, two):
             owner, _, last = name.rpartition(".")
@@ -159,7 +159,7 @@ def unite_tied(model: nn.Module) -> None:
 
 
 def check_tied(model: nn.Module, source: str = "The model") -> None:
-    """Refuse a model in which there are two tensors where its config has one: whatever is built from the config has one of them only.
+    """Refuse a model with different weights in tensors that its config ties: a model that is built from the config has only one of them.
 
     transformers loads such a checkpoint as it is stored, with a warning; a folder that is saved of it would not be the model that was measured.
 
@@ -307,7 +307,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _separate(model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
-    """Names and tensors that are one by the config, and two in the model.
+    """Names and tensors that the config ties and the model does not.
 
     Tensors that were pruned do not count: a saved folder says itself which of them are one (`headprune.pruned.structure_of`). Layers that were
     tied may have lost different heads.

@@ -137,7 +137,7 @@ def _prove(
     Raises:
         HeadPruneError: It reads a text as other tokens, or its answers differ by more than rounding.
     """
-    # It tells the log-probabilities of a token only where that token is text, so a letter is made to come; they are those before.
+    # llama.cpp lists log-probabilities only of a token that is text, so the bias forces a letter; they are those without the bias.
     letters = [i for t, i in tokenizer.get_vocab().items() if len(t) == 1 and t.isascii() and t.isalpha()]
     likeliest, bias = min(decoder.vocabulary, 4096), [[i, 1e4] for i in letters[:1]]
     settings = {"n_predict": 1, "temperature": 0, "n_probs": likeliest, "logit_bias": bias}
@@ -169,7 +169,7 @@ def _rounding(decoder: deci.Decoder, prompt: Prompt, dtype: torch.dtype) -> floa
 
 
 def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> tuple[str, list[str]]:
-    """Note a tokenizer in a GGUF file that is still to be written.
+    """Add a tokenizer to a GGUF file that is not yet written.
 
     Args:
         writer: A `gguf.GGUFWriter`.

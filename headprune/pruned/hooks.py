@@ -235,7 +235,7 @@ _CLAIMS = "_headprune_claims"
 
 
 class _Claims(TorchFunctionMode):
-    """What `_NarrowTensor` does, for `torch.export`, whose tensors can have no other class."""
+    """`_NarrowTensor` for `torch.export`, which allows no subclass of Tensor: sizes of some tensors are reported as smaller."""
 
     def __init__(self, claimed: int) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ def _narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _no_longer_narrow(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook: the end of `_narrowed`."""
+    """Forward hook: ends what `_narrowed` began."""
     claims = vars(module).pop(_CLAIMS, None)
     if claims is not None:
         claims.__exit__(None, None, None)

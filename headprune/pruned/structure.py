@@ -86,7 +86,7 @@ def _differences(module: nn.Module) -> dict[str, Any]:
 
 
 def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
-    """Make a dense model's modules differ from their classes as ``structure`` says; tensors' values mean nothing then.
+    """Give a dense model's modules the shapes, numbers and hooks of a pruned model; its weights have to be loaded afterwards.
 
     Args:
         model: Dense, of the class and config that ``structure`` was read off; or its base model, or a model with a head on that.
@@ -125,7 +125,7 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
             vars(module)[own] = ConfigView(getattr(module, own), dict(fields))
         for kind, data in entry.get("carried", {}).items():
             HOOK_DATA[kind].from_json(data).attach(module)
-    _tie_what_is_one(model, here, first_of)
+    _correct_ties(model, here, first_of)
     vars(model)[_BIASES] = [name for name in (_renamed(model, b) for b in structure["biases"]) if name is not None]
     vars(model)[_GHOSTS] = {name for name in (_renamed(model, g) for g in structure["ghosts"]) if name is not None}
     drops = [{_renamed(model, n) or n: heads for n, heads in drop.items()} for drop in structure.get("removed", ())]
@@ -133,8 +133,8 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
     add_record(model, {"removed": drops, "heads": heads, "repaired": structure.get("repaired")})
 
 
-def _tie_what_is_one(model: nn.Module, here: Mapping[str, str], first_of: Mapping[str, str]) -> None:
-    """Correct which tensors transformers ties when it loads a folder: of those that differ from their class's, those that are one.
+def _correct_ties(model: nn.Module, here: Mapping[str, str], first_of: Mapping[str, str]) -> None:
+    """Tell transformers which of the changed tensors are tied, so that it ties no others when it loads a folder.
 
     Layers that share their weights (Zamba 2) may have lost different heads; they must not get each other's.
 
@@ -152,7 +152,7 @@ def _tie_what_is_one(model: nn.Module, here: Mapping[str, str], first_of: Mappin
 
 
 def _renamed(model: nn.Module, saved: str) -> str | None:
-    """The name that a module has in this model: another where only the base model is loaded, or where a head is put on it."""
+    """A saved module's name in this model, which may be the base model alone, or the base model with a head; None if it is not there."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for name in (saved, saved.removeprefix(prefix), prefix + saved):
         try:
@@ -183,7 +183,7 @@ def _new(like: Tensor | None, shape: Sequence[int], beside: Tensor | None = None
 
 
 def hold(module: nn.Module, name: str, value: Tensor | None) -> None:
-    """Put a tensor into a module. A buffer that was cut is saved with the weights from then on: no class can compute it."""
+    """Set a module's tensor. A buffer becomes persistent, since no class can compute a buffer that was cut."""
     _tensors(module, name)[name] = value
     if name in module._buffers:
         module._non_persistent_buffers_set.discard(name)
@@ -216,8 +216,10 @@ def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:
 
 
 def home(model: nn.Module) -> tuple[nn.Module, str]:
-    """The model that notes are kept on, and what comes before its modules' names: of PEFT's wrapper the model within, which is
-    what stays once the adapters are merged."""
+    """The model that holds the record, and the prefix of its modules' names in ``model``.
+
+    For PEFT's wrapper that is the inner model, which stays when the adapters are merged.
+    """
     get = getattr(model, "get_base_model", None)
     inner: nn.Module = get() if callable(get) else model
     return inner, next((f"{name}." for name, module in model.named_modules() if module is inner and name), "")

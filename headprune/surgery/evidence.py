@@ -176,7 +176,7 @@ ROWS = 64  # positions that are kept of each output: a large model has many laye
 FAINT = 1e-2  # a head far smaller than its layer's largest is compared as if it were this share of that one
 
 Seen = dict[str, list[list[Tensor]]]
-"""For each place in a layer, what was seen there in each of its calls: a tensor ``[positions, features]`` for each head, or one."""
+"""Outputs by place in a layer, one entry for each call: one tensor ``[positions, features]``, or one for each head."""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from headprune.surgery.removal import Removal, count_changes, groups_left
 
 
 class Journal:
-    """Cuts a model, and notes how to take every change back.
+    """An undo log: cuts a model, and records how to undo each change.
 
     Attributes:
         changes: What was set where, to tell two ways of removal apart.
@@ -32,7 +32,7 @@ class Journal:
         self.changes: list[str] = []
 
     def undo(self) -> None:
-        """Take every change back, the last one first."""
+        """Undo every change, the last one first."""
         while self._undo:
             self._undo.pop()()
 
