@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -125,10 +125,9 @@ def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[Stoc
         dense = on_meta(cls, base)
     except Exception as error:
         raise NotStockError(f"{cls.__name__} cannot be built: {first_line(error)}.") from error
-    ratios = _ratios(model, dense, structure)
-    _check_even(dense, ratios)
+    shares = _shares(model, dense, structure)
     built, any_fits, why = {} if built is None else built, False, ""
-    for change in _changes(base, set().union(*ratios.values()), structure["biases"]):
+    for change in _changes(base, sorted(shares), structure["biases"]):
         fields = ", ".join(f"{name}={value}" for (_, name), value in change.items())
         key = tuple(change.items())
         try:
@@ -202,9 +201,14 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     return again
 
 
-def _ratios(model: nn.Module, dense: nn.Module, structure: Structure) -> dict[str, frozenset[Fraction]]:
-    """For every module that changed, by what its sizes and numbers did."""
-    own, ratios = dict(model.named_modules()), {}
+def _shares(model: nn.Module, dense: nn.Module, structure: Structure) -> set[Fraction]:
+    """The shares of their heads that modules keep, as their sizes and numbers say; without those that keep all.
+
+    Raises:
+        NotStockError: Layers of one kind keep different shares; it names two.
+    """
+    own, every = dict(model.named_modules()), set[Fraction]()
+    first: dict[tuple[str, type], tuple[str, frozenset[Fraction]]] = {}
     for name, module in dense.named_modules():
         entry = structure["modules"].get(name, {})
         pairs = [(getattr(own[name], n), getattr(module, n, None)) for n in entry.get("numbers", ())]
@@ -214,26 +218,17 @@ def _ratios(model: nn.Module, dense: nn.Module, structure: Structure) -> dict[st
             old = {**module._parameters, **module._buffers}.get(tensor)
             pairs += [] if old is None else list(zip(shape, old.shape, strict=False))
         numbers = [(new, old) for new, old in pairs if isinstance(old, int) and old and new and new != old]
-        ratios[name] = frozenset(Fraction(new, old) for new, old in numbers)
-    return ratios
-
-
-def _check_even(dense: nn.Module, ratios: Mapping[str, frozenset[Fraction]]) -> None:
-    """Refuse other numbers of heads in other layers of one kind.
-
-    Raises:
-        NotStockError: It names two.
-    """
-    first: dict[tuple[str, type], str] = {}
-    for name, module in dense.named_modules():
-        other = first.setdefault((pattern(name), type(module)), name)
-        if ratios[other] != ratios[name]:
-            shares = ", ".join(" and ".join(map(str, sorted(ratios[each]))) or "all" for each in (other, name))
-            why = f"keep different shares of their heads ({shares}), and a stock class has one number for all layers"
+        shares = frozenset(Fraction(new, old) for new, old in numbers)
+        other, others = first.setdefault((pattern(name), type(module)), (name, shares))
+        if shares != others:
+            both = ", ".join(" and ".join(map(str, sorted(each))) or "all" for each in (others, shares))
+            why = f"keep different shares of their heads ({both}), and a stock class has one number for all layers"
             raise NotStockError(f"{other} and {name} {why}.")
+        every |= shares
+    return every
 
 
-def _changes(base: Any, ratios: Iterable[Fraction], biases: Sequence[str]) -> Iterator[Change]:
+def _changes(base: Any, ratios: Sequence[Fraction], biases: Sequence[str]) -> Iterator[Change]:
     """What may be new in a config: numbers of heads, and where that is not enough a head's width; and flags that give biases."""
     parts = configs_in(base)
     fields = [(i, name, value) for i, part in enumerate(parts) for name, value in vars(part).items()]
@@ -243,8 +238,8 @@ def _changes(base: Any, ratios: Iterable[Fraction], biases: Sequence[str]) -> It
         if "head" in name and not name.startswith("_") and not _WIDTH.search(name) and type(value) is int and value > 0
     }
     flags = [(i, name) for i, name, value in fields if "bias" in name and value is False]
-    shares = [[*dict.fromkeys((*(_share(v, r) for r in sorted(ratios)), v))] for v in counts.values()]
-    alike = (tuple(_share(value, ratio) for value in counts.values()) for ratio in sorted(ratios))
+    shares = [[*dict.fromkeys((*(_share(v, r) for r in ratios), v))] for v in counts.values()]
+    alike = (tuple(_share(value, ratio) for value in counts.values()) for ratio in ratios)
     tried = dict.fromkeys((*alike, *islice(product(*shares), TRIED)))
     for numbers in islice(tried, TRIED):
         new: Change = {f: n for (f, old), n in zip(counts.items(), numbers, strict=True) if n != old}
