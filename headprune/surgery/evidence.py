@@ -17,19 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headprune import inputs
 from headprune.attention import AttentionLayer, Heads
-from headprune.inputs import (
-    Example,
-    config_fields,
-    model_device,
-    scrambled,
-    shortened,
-    tensors,
-    variants,
-    vocabulary_size,
-    widened,
-    writes,
-)
+from headprune.inputs import Example, tensors, widened, writes
 from headprune.pruned.hooks import surviving
 
 LENGTH = 64  # tokens of the longer input, if the example is short; a longer example is doubled
@@ -51,8 +41,8 @@ def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
     later tokens are hidden. What is derived from a text has at most `LONG` tokens: with padding many models build a mask of tokens x
     tokens. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
     """
-    short = shortened(example, LONG)
-    single = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model))]
+    short = inputs.shortened(example, LONG)
+    single = [example, *inputs.variants(short)[:2], *inputs.scrambled(short, inputs.vocabulary_size(model))]
     if isinstance(short, Mapping) and "input_ids" in short and writes(model):
         single.append(Prompt({k: v for k, v in short.items() if not k.startswith(("decoder_", "labels"))}))
     return [[each] for each in single] + longer(example, position_limit(model))
@@ -93,7 +83,7 @@ def longer(example: Example, limit: int | None = None) -> list[list[Example]]:
 
 def position_limit(model: nn.Module) -> int | None:
     """The most tokens that a transformers model takes, by its config; None if that names no limit."""
-    limits = (v for k, v in config_fields(model) if _LIMIT.search(k) and type(v) is int and v > 1)
+    limits = (v for k, v in inputs.config_fields(model) if _LIMIT.search(k) and type(v) is int and v > 1)
     return min(limits, default=None)
 
 
@@ -146,7 +136,7 @@ def _extended(value: Any, new: Mapping[int, int], main: Tensor, dim: int, batch:
 def within_bounds(model: nn.Module) -> AbstractContextManager[Any]:
     """Raise IndexError for an index out of range on any device: CUDA would stop working for the whole process."""
     # A CPU raises by itself.
-    return nullcontext() if model_device(model).type == "cpu" else _Bounds()  # type: ignore[no-untyped-call]
+    return nullcontext() if inputs.model_device(model).type == "cpu" else _Bounds()  # type: ignore[no-untyped-call]
 
 
 class _Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
