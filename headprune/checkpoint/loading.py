@@ -31,7 +31,7 @@ def load(
     model: nn.Module | None = None,
     *,
     device: torch.device | str = "cpu",
-    device_map: DeviceMap | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | Path | None = None,
     as_saved: bool = False,
