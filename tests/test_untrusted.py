@@ -196,18 +196,3 @@ def test_a_checkpoint_leads_nowhere_else(saved: Path, tmp_path: Path) -> None:
 def test_what_a_checkpoint_says_of_itself_may_be_wrong(about: dict[str, Any], saved: Path) -> None:
     edit(saved / "headprune.json", about=about)
     assert "unexpected" not in run("finetune", saved, code=1).stderr
-
-
-DAMAGES: list[tuple[str, Any]] = [
-    ("model", None), ("model", ["a"]), ("data", None), ("data", []), ("seed", "0"), ("seed", True), ("seed", 10**20),
-    ("device", 3), ("dtype", ["float32"]), ("task", {}), ("distil", "yes"), ("keep", 1), ("scoring", {"steps": "many"}),
-    ("scoring", {"settings": 1}), ("made-up", 1), ("revision", 5),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "value"), [*DAMAGES, ("", None)], ids=str)
-def test_damaged_options_are_told(name: str, value: Any, sent: Path) -> None:
-    options = {**json.loads((sent / "run.json").read_text())["options"], name: value}
-    edit(sent / "run.json", options=options if name else None)
-    said = run("prune", "-k", 4, "--scores", sent, code=1).stderr
-    assert any(words in said for words in ("run.json is damaged", "run.json is not readable", "--seed is"))

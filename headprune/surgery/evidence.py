@@ -41,7 +41,7 @@ def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
     later tokens are hidden. What is derived from a text has at most `LONG` tokens: with padding many models build a mask of tokens x
     tokens. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
     """
-    short = inputs.shortened(example, LONG)
+    short = inputs.first_tokens(example, LONG)
     single = [example, *inputs.variants(short)[:2], *inputs.scrambled(short, inputs.vocabulary_size(model))]
     if isinstance(short, Mapping) and "input_ids" in short and writes(model):
         single.append(Prompt({k: v for k, v in short.items() if not k.startswith(("decoder_", "labels"))}))
