@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
+import typer
 from pydantic import StrictBool, StrictInt
 
 from headprune.errors import HeadPruneError
-from headprune.options import MAX_SEED, Flag
+from headprune.options import MAX_SEED
+
+_data, _model, _training = (partial(typer.Option, rich_help_panel=panel) for panel in ("Data", "Model", "Training"))
 
 _MAX_EPOCHS = 1_000_000  # infinitely many steps cannot be counted
 
@@ -28,21 +32,21 @@ class DataOptions:
         seed: For the order in which examples are taken.
     """
 
-    dataset: Annotated[str, Flag("Hub id, folder, or .jsonl, .csv or .parquet file.", short="-d", panel="Data")] = ""
-    subset: Annotated[str | None, Flag("Configuration of a Hub dataset.", panel="Data")] = None
-    split: Annotated[str | None, Flag("Split to score on [train, if there is one].", panel="Data")] = None
-    choose_split: Annotated[str | None, Flag("Split to choose plans on [validation].", panel="Data")] = None
-    report_split: Annotated[str | None, Flag("Split to report on [test].", panel="Data")] = None
+    dataset: Annotated[
+        str, _data("--dataset", "-d", help="Hub id, folder, or .jsonl, .csv or .parquet file.", show_default=False)
+    ] = ""
+    subset: Annotated[str | None, _data(help="Configuration of a Hub dataset.")] = None
+    split: Annotated[str | None, _data(help="Split to score on [train, if there is one].")] = None
+    choose_split: Annotated[str | None, _data(help="Split to choose plans on [validation].")] = None
+    report_split: Annotated[str | None, _data(help="Split to report on [test].")] = None
     text_column: Annotated[
-        str | None, Flag("Column of the text, image or sound; a,b for pairs of texts [guessed].", panel="Data")
+        str | None, _data(help="Column of the text, image or sound; a,b for pairs of texts [guessed].")
     ] = None
-    label_column: Annotated[str | None, Flag("Column of the label or target [guessed].", panel="Data")] = None
-    limit: Annotated[
-        int, Flag("Examples to score on, and as many to choose on.", short="-L", least=2, panel="Data")
-    ] = 512
-    report_limit: Annotated[int, Flag("Examples to report on, at most.", least=2, panel="Data")] = 2000
-    max_length: Annotated[int | None, Flag("Tokens per example, at most [512].", least=2, panel="Data")] = None
-    batch_size: Annotated[int, Flag("Examples per batch.", short="-b", least=1, panel="Data")] = 32
+    label_column: Annotated[str | None, _data(help="Column of the label or target [guessed].")] = None
+    limit: Annotated[int, _data("--limit", "-L", min=2, help="Examples to score on, and as many to choose on.")] = 512
+    report_limit: Annotated[int, _data(min=2, help="Examples to report on, at most.")] = 2000
+    max_length: Annotated[int | None, _data(min=2, help="Tokens per example, at most [512].")] = None
+    batch_size: Annotated[int, _data("--batch-size", "-b", min=1, help="Examples per batch.")] = 32
     also: tuple[str, ...] = ()
     seed: int = 0
 
@@ -120,23 +124,21 @@ class LoadOptions:
         device_map, device_memory: Where the weights of a model go that is larger than a device.
     """
 
-    task: Annotated[str | None, Flag("What the model is for [read from its config].", panel="Model")] = None
-    device: Annotated[str, Flag("auto, cpu, cuda or mps.", panel="Model")] = "auto"
-    dtype: Annotated[str, Flag("auto (as stored; float32 on a CPU), float32, bfloat16 or float16.", panel="Model")] = (
-        "auto"
+    task: Annotated[str | None, _model(help="What the model is for [read from its config].")] = None
+    device: Annotated[str, _model(help="auto, cpu, cuda or mps.")] = "auto"
+    dtype: Annotated[str, _model(help="auto (as stored; float32 on a CPU), float32, bfloat16 or float16.")] = "auto"
+    trust_remote_code: Annotated[bool, _model("--trust-remote-code", help="Run code that comes with the model.")] = (
+        False
     )
-    trust_remote_code: Annotated[bool, Flag("Run code that comes with the model.", panel="Model")] = False
     device_map: Annotated[
         str | None,
-        Flag(
-            "For a model larger than a device (docs/scale.md): auto spreads it over the GPUs, the CPU's memory and the disk; or balanced, "
-            "sequential, or a JSON file.",
-            panel="Model",
+        _model(
+            help="For a model larger than a device (docs/scale.md): auto spreads it over the GPUs, the CPU's memory and the disk; or balanced, "
+            "sequential, or a JSON file."
         ),
     ] = None
     device_memory: Annotated[
-        str | None,
-        Flag("The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].", panel="Model"),
+        str | None, _model(help="The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].")
     ] = None
 
     def placing(self) -> dict[str, Any] | None:
@@ -209,9 +211,11 @@ class Mixture:
         hidden_states: Whether the hidden states are compared too, with weight 1.
     """
 
-    alpha: Annotated[float, Flag("Weight of the dense model's answers against the labels.", panel="Training")] = 0.5
-    temperature: Annotated[float, Flag("Temperature of the distillation.", panel="Training")] = 2.0
-    hidden_states: Annotated[bool, Flag("Learn the dense model's hidden states too.", panel="Training")] = False
+    alpha: Annotated[float, _training(help="Weight of the dense model's answers against the labels.")] = 0.5
+    temperature: Annotated[float, _training(help="Temperature of the distillation.")] = 2.0
+    hidden_states: Annotated[bool, _training("--hidden-states", help="Learn the dense model's hidden states too.")] = (
+        False
+    )
 
     @property
     def needs_teacher(self) -> bool:
@@ -231,12 +235,12 @@ class FinetuneOptions:
         seed: For the order of the examples and for dropout.
     """
 
-    epochs: Annotated[float, Flag("Passes over the training part.", panel="Training")] = 1.0
-    learning_rate: Annotated[float, Flag("The learning rate at its peak.", panel="Training")] = 3e-5
+    epochs: Annotated[float, _training(help="Passes over the training part.")] = 1.0
+    learning_rate: Annotated[float, _training(help="The learning rate at its peak.")] = 3e-5
     mixture: Mixture = field(default_factory=Mixture)
     weight_decay: float = 0.01
-    patience: Annotated[int, Flag("Stop after this many epochs without improvement.", panel="Training")] = 2
-    seed: Annotated[int, Flag("For the order of the examples, and dropout.", least=0, panel="Training")] = 0
+    patience: Annotated[int, _training(help="Stop after this many epochs without improvement.")] = 2
+    seed: Annotated[int, _training(min=0, help="For the order of the examples, and dropout.", show_default=False)] = 0
 
     def check(self) -> None:
         """Refuse what cannot be.

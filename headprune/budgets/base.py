@@ -216,9 +216,6 @@ class Limit(Budget):
             )
 
     def fit(self, order: Order, subject: Subject) -> Fit:
-        return self.most_heads(order, self.cost(subject))
-
-    def most_heads(self, order: Order, cost: PlanCost) -> Fit:
         """The plan with the most heads that holds this budget.
 
         Bisects on estimates, then measures the plan that this gives, and goes on to fewer heads, in growing strides, while
@@ -227,7 +224,7 @@ class Limit(Budget):
         Raises:
             HeadPruneError: Even the fewest heads exceed the budget; the hint says the nearest that can be met.
         """
-        last = len(order.steps)
+        cost, last = self.cost(subject), len(order.steps)
         if cost.estimate(order.after(last)).high > self.amount:
             raise self._out_of_reach(order, cost.measure(order.after(last)))
         low, high = -1, last  # high holds the budget, low does not

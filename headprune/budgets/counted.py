@@ -47,12 +47,9 @@ class Keep(Budget):
         from headprune.plans import keep_of
 
         share = keep_of(self.text)
-        if isinstance(share, float) and share > 1:
-            raise HeadPruneError(f"keep {self.text} is more than all heads.", "Keep fewer, for instance 50%.")
-        if isinstance(share, float) and share == 1:
+        if isinstance(share, float) and share >= 1:
             raise HeadPruneError(
-                f"keep {self.text} keeps all heads, so there is nothing to prune.",
-                "Ask for less, for instance 50%.",
+                f"keep {self.text} keeps all heads, so there is nothing to prune.", "Ask for less, for instance 50%."
             )
 
     def check_dense(self, subject: Subject) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -87,10 +86,6 @@ class Drop(Budget):
             )
 
     def fit(self, order: Order, subject: Subject) -> Fit:
-        assert subject.change is not None
-        return self.fewest_heads(order, subject.change)
-
-    def fewest_heads(self, order: Order, change: Callable[[PruningPlan], Change]) -> Fit:
         """The fewest heads such that the loss is no more than this budget, with 95 % confidence.
 
         The budget must hold for the upper end of the 95 % interval of the loss (of accuracy, in parts of 1; or the relative
@@ -98,13 +93,11 @@ class Drop(Budget):
         to the first that fails, then a finer one between that and the last that held, and so on. Each grid depends on
         nothing but the range, so a larger budget never keeps more heads, however noisy the measurements are.
 
-        Args:
-            change: The change from the dense model to a plan, the same for the same plan.
-
         Raises:
             HeadPruneError: Nothing can go; the hint says the nearest budget that can be met.
         """
-        losses: dict[int, Reading] = {}
+        change, losses = subject.change, dict[int, Reading]()
+        assert change is not None
 
         def loss(steps: int) -> Reading:
             if steps not in losses:

@@ -11,7 +11,7 @@ import typer
 
 from headprune.cli import tables
 from headprune.cli.app import app
-from headprune.cli.options import Manner, takes_options
+from headprune.cli.options import Device, Manner, Overwrite, takes_options
 from headprune.cli.session import session
 
 
@@ -20,8 +20,8 @@ from headprune.cli.session import session
 def demo(
     manner: Manner,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder [reports/demo].")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the run folder.")] = False,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
 ) -> None:
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/demo/."""
     with session(manner) as console:

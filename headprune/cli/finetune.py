@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import typer
 from headprune.app.options import DataOptions, FinetuneOptions, LoadOptions, Mixture, Options
 from headprune.cli import tables
 from headprune.cli.app import app
-from headprune.cli.options import Manner, Task, Trust, Typed, takes_options
+from headprune.cli.options import Device, Manner, Overwrite, Task, Trust, Typed, over, takes_options
 from headprune.cli.session import session
 from headprune.errors import HeadPruneError
 
@@ -35,7 +35,7 @@ def finetune(
         int | None, typer.Option(min=1, help="Examples to train on, at most [all].", rich_help_panel="Data")
     ] = None,
     task: Task = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="To train in: float32 or bfloat16.")] = "float32",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the trained model [PRUNED-finetuned].")
@@ -46,7 +46,7 @@ def finetune(
             "--no-resume", help="Do not continue an interrupted run: start again.", rich_help_panel="Training"
         ),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")] = False,
+    overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Train a pruned model, with distillation from the dense one, and measure all three."""
@@ -61,8 +61,7 @@ def finetune(
         options = _options(source, data, loading, teacher, typed)
         output = output or source.with_name(f"{source.name}-finetuned")
         folder, record = room.finetune_run(
-            room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume),
-            console,
+            room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume), console
         )
         tables.print_finetuned(console, record)
         console.result(f"\nReport: {folder / room.REPORT}\nModel:  {folder}")
@@ -91,6 +90,6 @@ def _options(source: Path, data: DataOptions, loading: LoadOptions, teacher: str
     before = Options("", DataOptions()) if run is None else run.options
     if teacher is None and split_revision(before.model)[0] == model:
         model = before.model  # with its revision
-    own = {f.name: getattr(data, f.name) for f in fields(data) if f.name in typed - {"seed"}}  # that is the training's
     device = before.loading.device if loading.device == "auto" else loading.device
-    return Options(model, replace(before.data, **own), replace(loading, task=task, device=device))
+    own = over(before.data, data, typed - {"seed"})  # that is the training's
+    return Options(model, own, replace(loading, task=task, device=device))

@@ -9,27 +9,22 @@ import typer
 
 from headprune.app.options import LoadOptions
 from headprune.cli.app import app
-from headprune.cli.options import Manner, Model, Task, Trust, takes_options
+from headprune.cli.options import Manner, Model, Overwrite, Task, Trust, takes_options
 from headprune.cli.session import session
 from headprune.errors import HeadPruneError
 
 
 @app.command(epilog="Example: `headprune report reports/digits`")
 @takes_options
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    manner: Manner,
-) -> None:
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")], manner: Manner) -> None:
     """Write a run's report.md, figures and report.html again, from its JSON documents."""
     with session(manner) as console:
         from headprune.app import report as room
         from headprune.app.runs import RunFolder, command_line
 
-        if not run.is_dir():
-            raise HeadPruneError(f"There is no folder {run}.", "Pass a folder that `headprune score` or `prune` wrote.")
         folder = RunFolder(run)
         folder.settle()
-        if not (run / "run.json").is_file():
+        if not folder.run_path.is_file():
             raise HeadPruneError(
                 f"{run} is not a run's folder: it has no run.json.", "Pass one that `headprune score` or `prune` wrote."
             )
@@ -62,7 +57,7 @@ def export(
         ),
     ] = None,
     task: Task = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Write a model, pruned or not, for another engine, and try it there."""

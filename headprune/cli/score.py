@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from headprune.app.options import DataOptions, LoadOptions
 from headprune.cli import tables
 from headprune.cli.app import app
-from headprune.cli.options import (
-    Distil,
-    Manner,
-    Method,
-    Model,
-    Seed,
-    Typed,
-    Writing,
-    known_methods,
-    options_of,
-    takes_options,
-)
+from headprune.cli.options import Distil, Manner, Model, Seed, Typed, Writing, known_methods, options_of, takes_options
 from headprune.cli.session import session
 
 
@@ -34,7 +26,10 @@ def score(
     writing: Writing,
     manner: Manner,
     typed: Typed,
-    method: Method = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option("--method", "-m", help="Scoring method, such as gradient or shapley:permutations=64; repeatable."),
+    ] = None,
     distil: Distil = False,
     seed: Seed = 0,
 ) -> None:
@@ -50,9 +45,8 @@ def score(
         choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
         if writing.dry_run:
             scene = workflow.open_scene(options, console, labelled=None)
-            cost = workflow.cost_of_scores(scene)
             doing = f"score by {', '.join(methods)} and write {choose().path}"
-            tables.print_dry_run(console, scene, methods, choose(), doing, cost.line)
+            tables.print_dry_run(console, scene, methods, choose(), doing, workflow.cost_of_scores(scene).line)
             return
         with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
             published = partial(folder.already_published, key, writing.overwrite)  # killed just after the end

@@ -10,22 +10,14 @@ from headprune.fingerprint import has_identity, identity
 from headprune.planning import search as search  # registers its strategies
 from headprune.planning import uniform as uniform  # and this its own
 from headprune.planning.order import GROUPS, SLICES, Constraints, Order
-from headprune.planning.strategies import STRATEGIES, Search, Strategy, strategy
+from headprune.planning.strategies import AUTO, STRATEGIES, Search, Strategy, abouts, strategy
 from headprune.plans import Keep, PruningPlan, heads_to_keep
 from headprune.scoring.scores import HeadScores
 
 __all__ = [
-    "GROUPS",
-    "SLICES",
-    "STRATEGIES",
-    "Constraints",
-    "Order",
-    "Search",
-    "arrange",
-    "plan",
-    "strategy",
-    "strategy_named",
-]
+    "AUTO", "GROUPS", "SLICES", "STRATEGIES", "Constraints", "Order", "Search", "abouts", "arrange", "check_strategy", "needs_scores", "plan",
+    "strategy", "strategy_named",
+]  # fmt: skip
 
 Quality = Callable[[PruningPlan], float]
 
@@ -37,7 +29,6 @@ def plan(
     *,
     protect: str | Iterable[str] = (),
     min_heads_per_layer: int = 0,
-    seed: int = 0,
 ) -> PruningPlan:
     """Keep the most important heads, at most ``keep`` of them.
 
@@ -51,21 +42,20 @@ def plan(
             ``"uniform"`` the same number to every layer, ``"layers"`` takes whole attention layers.
         protect: What must stay: ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
-        seed: For strategies that draw.
 
     Raises:
         HeadPruneError: A budget below what can be pruned, below 1 or above the total; an unknown strategy or address;
             a strategy that runs the model.
     """
-    if strategy_named(strategy).runs_model:
+    if strategy == AUTO or strategy_named(strategy).runs_model:
         raise HeadPruneError(
             f"The strategy {strategy} runs the model, which headprune.plan does not see.",
             f"Use headprune.search(model, batches, keep={keep!r}, strategy={strategy!r}).",
         )
     constraints = Constraints.parse(protect, scores.layers, min_heads_per_layer)
     heads = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
-    search = Search(scores.layers, scores, constraints, seed=seed)
-    return replace(arrange(search, strategy, [heads]).some(heads), budget=f"keep {keep}")
+    order = arrange(Search(scores.layers, scores, constraints), strategy, [heads])
+    return replace(order.some(heads), budget=f"keep {keep}")
 
 
 def arrange(
@@ -131,10 +121,25 @@ def score_kept(scores: HeadScores) -> Quality:
     return quality
 
 
+def check_strategy(name: str) -> None:
+    """Refuse a name that is no strategy's, and not `AUTO`.
+
+    Raises:
+        HeadPruneError: There is none of that name.
+    """
+    registered(abouts(), "strategy", name)
+
+
+def needs_scores(name: str) -> bool:
+    """Whether a strategy cannot do without scores."""
+    return name != AUTO and strategy_named(name).needs_scores
+
+
 def strategy_named(name: str) -> Strategy:
     """A strategy of the register.
 
     Raises:
         HeadPruneError: There is none of that name.
     """
-    return registered(STRATEGIES, "strategy", name)
+    check_strategy(name)
+    return STRATEGIES[name]
