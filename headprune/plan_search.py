@@ -176,10 +176,6 @@ class SearchStart:
             levels = sorted({*levels, *levels_of(total, [])})
         return cls(search, counts, levels, (GROUPS,) if by_groups else (GROUPS, SLICES))
 
-    def work(self, strategy: str, trials: Trials) -> Work:
-        """What an order by a strategy is counted to cost."""
-        return work_of(self.search, lambda: trials.calibration, strategy, self.levels, len(self.kinds))
-
 
 def passes_of(options: SearchOptions, scores: Sequence[HeadScores], trials: Trials) -> float:
     """Forward passes over the scoring examples that `find_plans` takes for its orders, about; a backward pass counts as two."""
@@ -219,7 +215,7 @@ def _affordable(
     chosen: Sources = {}
     work: dict[str, Work] = {}
     for name, (strategy, scores) in sources.items():
-        cost = start.work(strategy, trials)
+        cost = work_of(start.search, lambda: trials.calibration, strategy, start.levels, len(start.kinds))
         if strategy == "re-scored" and chosen and not effort.allows(cost):
             why = f"it would take about {cost}, and at effort {effort.name} an order may take {effort.limit}"
             work[name] = replace(cost, left_out=why)

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import headprune as hp
 from headprune.app.documents import BudgetRecord
 from headprune.budgets import BUDGETS, Fit, Reading, budget_of
-from headprune.budgets.base import PlanCost
 from headprune.planning import Order
 
 
@@ -31,7 +30,7 @@ def order_of(sizes: list[int]) -> Order:
 
 def fit(text: str, order: Order, cost: Callable[[hp.PruningPlan], Reading]) -> Fit:
     budget: Any = budget_of(text)
-    with mock.patch.object(type(budget), "cost", return_value=PlanCost(cost, cost)):
+    with mock.patch.object(type(budget), "cost", return_value=lambda plan, measured: cost(plan)):
         return budget.fit(order, None)
 
 

@@ -38,9 +38,12 @@ class LatencyLimit(Limit):
 
         inputs = [(*latency.example_shape(subject.inputs), subject.inputs)]
 
-        def timed(plan: PruningPlan, runs: int, seconds: float) -> Reading:
+        def timed(plan: PruningPlan, measured: bool) -> Reading:
             if not plan.drop and self.relative:
                 return Reading.exact(1.0)
+            # The search may err: the plan that it chooses is timed again, for as long as what is reported.
+            runs, seconds = latency.MIN_RUNS, latency.MIN_SECONDS
+            runs, seconds = (runs, seconds) if measured else (runs // 2, seconds / 4)
             models = {"dense": subject.model, "pruned": subject.pruned(plan)}
             # Of several ranks one times, while the others wait.
             (row,) = current().first(
@@ -52,11 +55,7 @@ class LatencyLimit(Limit):
             timing = row.timings["pruned"]
             return Reading(timing.median, timing.low, timing.high)
 
-        # The search may err: the plan that it chooses is timed again, for as long as what is reported.
-        return PlanCost(
-            lambda plan: timed(plan, latency.MIN_RUNS // 2, latency.MIN_SECONDS / 4),
-            lambda plan: timed(plan, latency.MIN_RUNS, latency.MIN_SECONDS),
-        )
+        return timed
 
 
 @budget("drop")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
+from headprune.cli.options import takes_options
 from headprune.cli.session import fail, hush, run
 
 RETIRED = {
@@ -78,6 +79,11 @@ app = typer.Typer(
     "    headprune prune --keep 50%                                      # prune what was scored, measure, save\n\n"
     "    headprune prune --target-latency 80%                            # the same, to a time on this device",
 )
+
+
+def command(example: str, *, shared: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function (`takes_options`); ``shared`` as for `session`."""
+    return lambda function: app.command(epilog=f"Example: {example}")(takes_options(function, shared))
 
 
 def _print_version(wanted: bool) -> None:

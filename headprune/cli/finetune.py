@@ -10,14 +10,12 @@ import typer
 
 from headprune.app.options import DataOptions, FinetuneOptions, LoadOptions, Mixture, Options
 from headprune.cli import tables
-from headprune.cli.app import app
-from headprune.cli.options import Device, Manner, Overwrite, Task, Trust, Typed, over, takes_options
-from headprune.cli.session import session
+from headprune.cli.app import command
+from headprune.cli.options import Console, Device, Overwrite, Task, Trust, Typed, over
 from headprune.errors import HeadPruneError
 
 
-@app.command(epilog="Example: `headprune finetune reports/MODEL-1/pruned-36`, after `headprune prune --keep 36`")
-@takes_options
+@command("`headprune finetune reports/MODEL-1/pruned-36`, after `headprune prune --keep 36`", shared=True)
 def finetune(
     pruned: Annotated[
         Path, typer.Argument(metavar="PRUNED", help="A folder headprune saved, or a run folder that contains one.")
@@ -25,7 +23,7 @@ def finetune(
     training: FinetuneOptions,
     mixture: Mixture,
     data: DataOptions,
-    manner: Manner,
+    console: Console,
     typed: Typed,
     teacher: Annotated[
         str | None,
@@ -50,23 +48,22 @@ def finetune(
     trust_remote_code: Trust = False,
 ) -> None:
     """Train a pruned model, with distillation from the dense one, and measure all three."""
-    with session(manner, shared=True) as console:
-        from headprune.app import finetune_run as room
-        from headprune.app.sources import pruned_in
+    from headprune.app import finetune_run as room
+    from headprune.app.sources import pruned_in
 
-        training = replace(training, mixture=mixture)
-        training.check()  # before it is looked whether the folder is one
-        source = pruned_in(pruned)
-        loading = LoadOptions(task, device, dtype, trust_remote_code)
-        options = _options(source, data, loading, teacher, typed)
-        output = output or source.with_name(f"{source.name}-finetuned")
-        folder, record = room.finetune_run(
-            room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume), console
-        )
-        tables.print_finetuned(console, record)
-        console.result(f"\nReport: {folder / room.REPORT}\nModel:  {folder}")
-        tables.print_loading(console, folder)
-        console.document({"folder": str(folder), **record.to_json()})
+    training = replace(training, mixture=mixture)
+    training.check()  # before it is looked whether the folder is one
+    source = pruned_in(pruned)
+    loading = LoadOptions(task, device, dtype, trust_remote_code)
+    options = _options(source, data, loading, teacher, typed)
+    output = output or source.with_name(f"{source.name}-finetuned")
+    folder, record = room.finetune_run(
+        room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume), console
+    )
+    tables.print_finetuned(console, record)
+    console.result(f"\nReport: {folder / room.REPORT}\nModel:  {folder}")
+    tables.print_loading(console, folder)
+    console.document({"folder": str(folder), **record.to_json()})
 
 
 def _options(source: Path, data: DataOptions, loading: LoadOptions, teacher: str | None, typed: Typed) -> Options:

@@ -12,44 +12,37 @@ import typer
 
 from headprune.app.options import DataOptions, LoadOptions
 from headprune.cli import tables
-from headprune.cli.app import app
-from headprune.cli.options import Manner, Model, Seed, Typed, numbers_in, takes_options
-from headprune.cli.session import session
+from headprune.cli.app import command
+from headprune.cli.options import Console, Model, Seed, Typed, numbers_in
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
-    from headprune.app.console import Console
     from headprune.app.documents import Heads
 
 _PICTURES = (".png", ".svg", ".pdf")
 _LIMIT = 64
 
 
-@app.command(epilog="Example: `headprune inspect openai-community/gpt2`")
-@takes_options
-def inspect(model: Model, loading: LoadOptions, manner: Manner) -> None:
+@command("`headprune inspect openai-community/gpt2`")
+def inspect(model: Model, loading: LoadOptions, console: Console) -> None:
     """List a model's attention layers, heads and groups, and what can be pruned."""
-    with session(manner) as console:
-        from headprune.app.models import dummy_input, load_model
-        from headprune.trace import find_attention
+    from headprune.app.models import dummy_input, load_model
+    from headprune.trace import find_attention
 
-        loaded = load_model(model, loading, with_processor=False, any_task=True)
-        for note in loaded.notes:
-            console.say(note)
-        layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
-        tables.print_layers(console, type(loaded.model).__name__, layers)
-        console.document({"model": model, "layers": [layer.to_json() for layer in layers]})
+    loaded = load_model(model, loading, with_processor=False, any_task=True)
+    for note in loaded.notes:
+        console.say(note)
+    layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
+    tables.print_layers(console, type(loaded.model).__name__, layers)
+    console.document({"model": model, "layers": [layer.to_json() for layer in layers]})
 
 
-@app.command(
-    epilog='Example: `headprune show openai-community/gpt2 --text "When Mary and John went to the store, John gave"`'
-)
-@takes_options
+@command('`headprune show openai-community/gpt2 --text "When Mary and John went to the store, John gave"`')
 def show(
     model: Model,
     data: DataOptions,
     loading: LoadOptions,
-    manner: Manner,
+    console: Console,
     typed: Typed,
     text: Annotated[str | None, typer.Option("--text", "-t", help="A text to look at.")] = None,
     image: Annotated[Path | None, typer.Option(help="An image file to look at.")] = None,
@@ -60,31 +53,30 @@ def show(
     seed: Seed = 0,
 ) -> None:
     """Show what every head attends to: on a text or an image, and with a dataset what each does on average."""
-    with session(manner) as console:
-        _check_shown(text, image, data, output)
-        from headprune.app.data import load_parts
-        from headprune.app.models import dummy_input, load_model
-        from headprune.app.seeing import look, look_at, of_image, of_text
-        from headprune.trace import find_attention
+    _check_shown(text, image, data, output)
+    from headprune.app.data import load_parts
+    from headprune.app.models import dummy_input, load_model
+    from headprune.app.seeing import look, look_at, of_image, of_text
+    from headprune.trace import find_attention
 
-        loaded = load_model(model, loading, any_task=True)
-        for note in loaded.notes:
-            console.say(note)
-        heads: Heads | None = None
-        if data.dataset:
-            limits: dict[str, Any] = {name: _LIMIT for name in ("limit", "report_limit") if name not in typed}
-            part = load_parts(replace(data, seed=seed, **limits), loaded, labelled=False).score
-            layers = find_attention(loaded.model, next(part.batches(2)))
-            with console.track("looking"):
-                heads = look(loaded, part, layers, seed)
-        if text is not None or image is not None:
-            given = of_text(loaded, text) if text is not None else of_image(loaded, image or Path())
-            layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
-            with console.track("looking"):
-                one = look_at(loaded, given, layers, seed)
-            heads = replace(heads, samples=one.samples) if heads else one
-        assert heads is not None
-        _print_heads(heads, head, output, console)
+    loaded = load_model(model, loading, any_task=True)
+    for note in loaded.notes:
+        console.say(note)
+    heads: Heads | None = None
+    if data.dataset:
+        limits: dict[str, Any] = {name: _LIMIT for name in ("limit", "report_limit") if name not in typed}
+        part = load_parts(replace(data, seed=seed, **limits), loaded, labelled=False).score
+        layers = find_attention(loaded.model, next(part.batches(2)))
+        with console.track("looking"):
+            heads = look(loaded, part, layers, seed)
+    if text is not None or image is not None:
+        given = of_text(loaded, text) if text is not None else of_image(loaded, image or Path())
+        layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
+        with console.track("looking"):
+            one = look_at(loaded, given, layers, seed)
+        heads = replace(heads, samples=one.samples) if heads else one
+    assert heads is not None
+    _print_heads(heads, head, output, console)
 
 
 def _check_shown(text: str | None, image: Path | None, data: DataOptions, output: Path | None) -> None:
@@ -141,8 +133,7 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
     console.document(document)
 
 
-@app.command(epilog="Example: `headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
-@takes_options
+@command("`headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
 def bench(
     dense: Annotated[
         str,
@@ -150,28 +141,27 @@ def bench(
     ],
     pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="The other model.")],
     loading: LoadOptions,
-    manner: Manner,
+    console: Console,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",
     lengths: Annotated[str, typer.Option(help="Tokens; comma-separated, for texts.")] = "32,128",
 ) -> None:
     """Time two models in turn, and say where the first one's time goes; or two files that `headprune export` wrote, in their engine."""
-    with session(manner) as console:
-        from headprune.exporting import bench_files, is_exported
+    from headprune.exporting import bench_files, is_exported
 
-        sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
-        files = {"dense": Path(dense), "pruned": Path(pruned)}
-        exported = [is_exported(file) for file in files.values()]
-        if not any(exported):
-            _bench_models(dense, pruned, loading, sizes, tokens, console)
-            return
-        if not all(exported):
-            raise HeadPruneError(
-                f"Only one of {dense} and {pruned} is for another engine.", "Export both, or compare two models."
-            )
-        with console.track("timing") as progress:
-            rows = bench_files(files, sizes, tokens, progress=progress)
-        tables.print_times(console, rows)
-        console.document({"rows": [row.to_json() for row in rows]})
+    sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
+    files = {"dense": Path(dense), "pruned": Path(pruned)}
+    exported = [is_exported(file) for file in files.values()]
+    if not any(exported):
+        _bench_models(dense, pruned, loading, sizes, tokens, console)
+        return
+    if not all(exported):
+        raise HeadPruneError(
+            f"Only one of {dense} and {pruned} is for another engine.", "Export both, or compare two models."
+        )
+    with console.track("timing") as progress:
+        rows = bench_files(files, sizes, tokens, progress=progress)
+    tables.print_times(console, rows)
+    console.document({"rows": [row.to_json() for row in rows]})
 
 
 def _bench_models(
@@ -212,22 +202,20 @@ def _bench_models(
     console.document({name: documents.to_json(list(each), list[Any]) for name, each in measured.items() if each})
 
 
-@app.command(epilog="Example: `headprune score MODEL -d DATASET --method fisher --method random`")
-@takes_options
-def methods(manner: Manner) -> None:
+@command("`headprune score MODEL -d DATASET --method fisher --method random`")
+def methods(console: Console) -> None:
     """List the scoring methods, each with its unit, the planning strategies, and the formats of `headprune export`."""
-    with session(manner) as console:
-        from headprune.app.report.content import Table
-        from headprune.exporting import FORMATS
-        from headprune.planning import abouts
-        from headprune.scoring import METHODS
+    from headprune.app.report.content import Table
+    from headprune.exporting import FORMATS
+    from headprune.planning import abouts
+    from headprune.scoring import METHODS
 
-        lists = {
-            "methods": [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()],
-            "strategies": [{"name": name, "about": about} for name, about in abouts().items()],
-            "formats": [{"name": f.name, "about": f.about} for f in FORMATS.values()],
-        }
-        titles = ("Scoring methods", "Strategies: how heads are picked", "Formats of `headprune export --to`")
-        for title, rows in zip(titles, lists.values(), strict=True):
-            tables.print_table(console, title, Table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
-        console.document(lists)
+    lists = {
+        "methods": [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()],
+        "strategies": [{"name": name, "about": about} for name, about in abouts().items()],
+        "formats": [{"name": f.name, "about": f.about} for f in FORMATS.values()],
+    }
+    titles = ("Scoring methods", "Strategies: how heads are picked", "Formats of `headprune export --to`")
+    for title, rows in zip(titles, lists.values(), strict=True):
+        tables.print_table(console, title, Table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
+    console.document(lists)

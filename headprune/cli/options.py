@@ -14,11 +14,15 @@ import typer
 
 from headprune.app.options import DataOptions, LoadOptions, Options
 from headprune.budgets import BUDGETS, Budget
+from headprune.cli.session import Manner, session
 from headprune.errors import HeadPruneError
 from headprune.options import MAX_SEED
 
 if TYPE_CHECKING:
+    from headprune.app.console import Console as Console
     from headprune.app.runs import RunFolder
+else:
+    Console = Manner  # a command's console is made from these options
 
 Model = Annotated[
     str,
@@ -34,17 +38,6 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 Distil = Annotated[
     bool, typer.Option("--distil", help="Score by the divergence from the dense model's answers, not by labels.")
 ]
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a command tells what it does."""
-
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The libraries' messages too, and tracebacks.")] = (
-        False
-    )
 
 
 @dataclass(frozen=True)
@@ -134,8 +127,8 @@ Typed = frozenset[str]
 """Which options were typed: the names of their fields."""
 
 
-def takes_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take dataclasses of options as its arguments: Typer sees each option, the command gets one value a class.
+def takes_options(function: Callable[..., None], shared: bool) -> Callable[..., None]:
+    """A command as Typer takes it, of a function whose arguments may be dataclasses of options; it runs in a `session`.
 
     A parameter whose type is a dataclass stands for those of its fields that are ``Annotated``; one of the type `Typed` gets which options
     were typed.
@@ -153,10 +146,12 @@ def takes_options(function: Callable[..., None]) -> Callable[..., None]:
     def command(context: typer.Context, **given: Any) -> None:
         sources = {name: context.get_parameter_source(name) for name in given}
         typed = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
         for name, kind in groups.items():
             values[name] = kind(**{p.name: values.pop(p.name) for p in _parameters(kind)})
-        function(**values, **{name: typed for name, kind in hints.items() if kind == Typed})
+        values |= {name: typed for name, kind in hints.items() if kind == Typed}
+        with session(values.pop("console"), shared=shared) as console:
+            function(console=console, **values)
 
     del command.__wrapped__  # its signature would be read
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]

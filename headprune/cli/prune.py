@@ -11,24 +11,12 @@ import typer
 
 from headprune.app.options import DataOptions, LoadOptions
 from headprune.cli import tables
-from headprune.cli.app import app
-from headprune.cli.options import (
-    Budgets,
-    Distil,
-    Manner,
-    Seed,
-    Typed,
-    Writing,
-    known_methods,
-    options_of,
-    takes_options,
-)
-from headprune.cli.session import session
+from headprune.cli.app import command
+from headprune.cli.options import Budgets, Console, Distil, Seed, Typed, Writing, known_methods, options_of
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.options import SearchOptions
 
 if TYPE_CHECKING:
-    from headprune.app.console import Console
     from headprune.app.runs import RunFolder
     from headprune.app.workflow import PruneConfig
     from headprune.plans import PruningPlan
@@ -72,15 +60,14 @@ class More:
     ] = ()
 
 
-@app.command(epilog="Example: `headprune prune --keep 36`, after `headprune score`")
-@takes_options
+@command("`headprune prune --keep 36`, after `headprune score`", shared=True)
 def prune(
     budgets: Budgets,
     search: SearchOptions,
     data: DataOptions,
     loading: LoadOptions,
     writing: Writing,
-    manner: Manner,
+    console: Console,
     more: More,
     typed: Typed,
     model: Annotated[
@@ -90,44 +77,43 @@ def prune(
     seed: Seed = 0,
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
-    with session(manner, shared=True) as console:
-        from headprune.app.folders import key_of
-        from headprune.app.workflow import PruneConfig
-        from headprune.planning import check_strategy
-        from headprune.planning.strategies import effort_named
+    from headprune.app.folders import key_of
+    from headprune.app.workflow import PruneConfig
+    from headprune.planning import check_strategy
+    from headprune.planning.strategies import effort_named
 
-        key = key_of("prune", budgets, search, data, loading, writing.place, model, more, distil, seed)
-        if "finetune" in typed and not 0 < more.finetune < float("inf"):
-            raise HeadPruneError(f"--finetune {more.finetune:g} is no number of epochs.", "Give 1, or a fraction.")
-        search = replace(search, budgets=budgets.parse(), repair=not more.no_repair)
-        plan = _read_plan(budgets.plan, typed)
-        methods = known_methods(more.method)
-        check_strategy(search.strategy)
-        effort_named(search.effort)
-        # A plan needs no scores, so none are looked for if it is said what to prune and measure on.
-        searched = bool(more.scores or not (plan and model))
-        source = _source_of(model, more.scores, writing.output, console) if searched else None
+    key = key_of("prune", budgets, search, data, loading, writing.place, model, more, distil, seed)
+    if "finetune" in typed and not 0 < more.finetune < float("inf"):
+        raise HeadPruneError(f"--finetune {more.finetune:g} is no number of epochs.", "Give 1, or a fraction.")
+    search = replace(search, budgets=budgets.parse(), repair=not more.no_repair)
+    plan = _read_plan(budgets.plan, typed)
+    methods = known_methods(more.method)
+    check_strategy(search.strategy)
+    effort_named(search.effort)
+    # A plan needs no scores, so none are looked for if it is said what to prune and measure on.
+    searched = bool(more.scores or not (plan and model))
+    source = _source_of(model, more.scores, writing.output, console) if searched else None
 
-        def configure(source: RunFolder | None) -> PruneConfig:
-            """What was asked for, with the scores of a run or with new ones."""
-            extra: dict[str, Any] = {"seed": seed, **({"distil": True} if distil else {})}
-            extra |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
-            options = options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
-            return PruneConfig(
-                options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), more.finetune, methods, source,
-                more.export,
-            )  # fmt: skip
+    def configure(source: RunFolder | None) -> PruneConfig:
+        """What was asked for, with the scores of a run or with new ones."""
+        extra: dict[str, Any] = {"seed": seed, **({"distil": True} if distil else {})}
+        extra |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
+        options = options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
+        return PruneConfig(
+            options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), more.finetune, methods, source,
+            more.export,
+        )  # fmt: skip
 
-        try:
-            folder = _run(configure(source), writing, distil, key, console)
-        except ScoresError as error:
-            if source is None or more.scores is not None or model is None or not data.dataset:
-                raise
-            # The command says all that is needed without them.
-            console.say(f"The scores in {source.path} are left aside. {error.args[0]}")
-            folder = _run(configure(None), writing, distil, key, console)
-        if folder is not None:
-            tables.print_pruned(console, folder)
+    try:
+        folder = _run(configure(source), writing, distil, key, console)
+    except ScoresError as error:
+        if source is None or more.scores is not None or model is None or not data.dataset:
+            raise
+        # The command says all that is needed without them.
+        console.say(f"The scores in {source.path} are left aside. {error.args[0]}")
+        folder = _run(configure(None), writing, distil, key, console)
+    if folder is not None:
+        tables.print_pruned(console, folder)
 
 
 def _read_plan(file: Path | None, typed: Typed) -> PruningPlan | None:

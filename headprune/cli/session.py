@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headprune.amounts import in_line
-from headprune.cli.options import Manner
 from headprune.errors import HeadPruneError, Stopped, explained, first_line
 
 if TYPE_CHECKING:
@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 
 
 _LINGER = 0.5  # seconds that others stay when all are told to stop: who is still there was not the cause
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a command tells what it does."""
+
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The libraries' messages too, and tracebacks.")] = (
+        False
+    )
 
 
 @contextmanager

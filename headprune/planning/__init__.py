@@ -47,7 +47,7 @@ def plan(
         HeadPruneError: A budget below what can be pruned, below 1 or above the total; an unknown strategy or address;
             a strategy that runs the model.
     """
-    if strategy == AUTO or strategy_named(strategy).runs_model:
+    if not needs_scores(strategy):
         raise HeadPruneError(
             f"The strategy {strategy} runs the model, which headprune.plan does not see.",
             f"Use headprune.search(model, batches, keep={keep!r}, strategy={strategy!r}).",
@@ -131,8 +131,12 @@ def check_strategy(name: str) -> None:
 
 
 def needs_scores(name: str) -> bool:
-    """Whether a strategy cannot do without scores."""
-    return name != AUTO and strategy_named(name).needs_scores
+    """Whether a strategy goes by scores; the others run the model.
+
+    Raises:
+        HeadPruneError: There is none of that name.
+    """
+    return name != AUTO and not strategy_named(name).runs_model
 
 
 def strategy_named(name: str) -> Strategy:

@@ -25,7 +25,7 @@ _SHARE = 1 / 6  # of the kept heads that go before they are looked at again
 _TRIED, _TRIED_EXAMPLES = 6, 256  # units that greedy tries before one goes, and the examples it tries them on
 
 
-@strategy("re-scored", needs_scores=False, runs_model=True)
+@strategy("re-scored", runs_model=True)
 def rescored(search: Search, levels: Sequence[int]) -> Order:
     """In steps; those heads go next whose removal, with the others refitted, changes the model's answers least.
 
@@ -35,7 +35,7 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
     return _in_steps(search, "re-scored", stages(SearchState(search).kept, levels))
 
 
-@strategy("compensated", needs_scores=False, runs_model=True)
+@strategy("compensated", runs_model=True)
 def compensated(search: Search, levels: Sequence[int]) -> Order:
     """At once; those heads go first whose removal, with the others refitted, changes the model's answers least.
 
@@ -45,7 +45,7 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
     return _in_steps(search, "compensated", [])
 
 
-@strategy("greedy", needs_scores=False, runs_model=True)
+@strategy("greedy", runs_model=True)
 def greedy(search: Search, levels: Sequence[int]) -> Order:
     """One by one; of the heads that `re-scored` would take next, the one without which the true loss is least.
 

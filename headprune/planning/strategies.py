@@ -172,14 +172,12 @@ class Strategy:
         name: As ``--strategy`` takes it.
         run: Makes the order; it must be good at the numbers of kept heads it is given (descending), and decent between.
         about: What it does, in a line.
-        needs_scores: Whether it takes scores.
-        runs_model: Whether it needs the model and batches.
+        runs_model: Whether it runs the model on batches; else it goes by scores.
     """
 
     name: str
     run: Callable[[Search, Sequence[int]], Order]
     about: str
-    needs_scores: bool
     runs_model: bool
 
 
@@ -199,12 +197,12 @@ def abouts() -> dict[str, str]:
 _Run = Callable[[Search, Sequence[int]], Order]
 
 
-def strategy(name: str, *, needs_scores: bool = True, runs_model: bool = False) -> Callable[[_Run], _Run]:
+def strategy(name: str, *, runs_model: bool = False) -> Callable[[_Run], _Run]:
     """Register a strategy under a name; the first line of its docstring describes it."""
 
     def register(run: _Run) -> _Run:
         about = (run.__doc__ or "").strip().partition("\n")[0]
-        STRATEGIES[name] = Strategy(name, run, about, needs_scores, runs_model)
+        STRATEGIES[name] = Strategy(name, run, about, runs_model)
         return run
 
     return register
