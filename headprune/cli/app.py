@@ -12,6 +12,7 @@ import typer.core
 
 from headprune.cli.options import takes_options
 from headprune.cli.session import fail, hush, run
+from headprune.errors import HeadPruneError
 
 RETIRED = {
     "--examples": "A method's settings follow its name: -m ablation:examples=64.",
@@ -56,9 +57,10 @@ def _say_misused(error: Any, words: Sequence[str]) -> Any:
     name = error.option_name if hasattr(error, "possibilities") else next(iter(words), "")  # no such option, or command
     if name in RETIRED:
         typed = name if name.startswith("-") else f"`headprune {name}`"
-        fail(console, f"{typed} is gone.", RETIRED[name])
+        fail(console, HeadPruneError(f"{typed} is gone.", RETIRED[name]))
     elif console.as_json:
-        fail(console, f"{error.format_message().rstrip('.')}.", "`headprune COMMAND --help` lists what it takes.")
+        message = f"{error.format_message().rstrip('.')}."
+        fail(console, HeadPruneError(message, "`headprune COMMAND --help` lists what it takes."))
     else:
         from typer.rich_utils import rich_format_error
 

@@ -49,6 +49,7 @@ def finetune(
 ) -> None:
     """Train a pruned model, with distillation from the dense one, and measure all three."""
     from headprune.app import finetune_run as room
+    from headprune.app.report.cards import finetune_table
     from headprune.app.sources import pruned_in
 
     training = replace(training, mixture=mixture)
@@ -60,8 +61,8 @@ def finetune(
     folder, record = room.finetune_run(
         room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume), console
     )
-    tables.print_finetuned(console, record)
-    console.result(f"\nReport: {folder / room.REPORT}\nModel:  {folder}")
+    tables.print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
+    console.result(f"Training: {record.changes.gain.verdict}.\n\nReport: {folder / room.REPORT}\nModel:  {folder}")
     tables.print_loading(console, folder)
     console.document({"folder": str(folder), **record.to_json()})
 

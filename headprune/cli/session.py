@@ -79,10 +79,8 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
         known = error if isinstance(error, HeadPruneError) else explained(error)
         if known is error:
             unhush(ranks)
-        if known is not None:
-            fail(console, str(known.args[0]), known.hint)
-        else:
-            fail(console, f"{type(error).__name__}: {first_line(error)}", "(unexpected; add -v for the traceback)")
+        unexpected = f"{type(error).__name__}: {first_line(error)}"
+        fail(console, known or HeadPruneError(unexpected, "(unexpected; add -v for the traceback)"))
         if manner.verbose or (known is not error and os.environ.get("HEADPRUNE_DEBUG")):
             raise
         raise typer.Exit(1) from None
@@ -96,10 +94,10 @@ def _say_stopped(error: KeyboardInterrupt, console: Console, ranks: Any) -> int:
     elif ranks is not None and (gone := ranks.find_lost()):  # torchrun stops the others then
         from headprune.parallel import LostRankError
 
-        lost = LostRankError(gone)
-        fail(console, str(lost.args[0]), lost.hint)
+        fail(console, LostRankError(gone))
         return 1
-    fail(console, "interrupted." if stopped.status == Stopped().status else "terminated.", stopped.hint)
+    what = "interrupted." if stopped.status == Stopped().status else "terminated."
+    fail(console, HeadPruneError(what, stopped.hint))
     return stopped.status
 
 
@@ -176,15 +174,15 @@ def quieten(verbose: bool) -> None:
     datasets.disable_progress_bars()
 
 
-def fail(console: Console, message: str, hint: str) -> None:
+def fail(console: Console, error: HeadPruneError) -> None:
     """Say what is wrong: a line on stderr, and the document if one was asked for."""
-    line = in_line(f"headprune: {message} {hint}".rstrip())
+    line = in_line(f"headprune: {error}")
     typer.echo(line, err=True)
     if not console.as_json and getattr(sys.stderr, "lost", False):  # `Patient`: on stdout for who sees only that
         with suppress(OSError):
             typer.echo(line)
     with suppress(OSError, HeadPruneError):  # stdout may be what is full, or closed
-        console.document({"error": message, "hint": hint.strip("()")})
+        console.document({"error": str(error.args[0]), "hint": error.hint.strip("()")})
 
 
 # -- how the process ends ------------------------------------------------------------------------------

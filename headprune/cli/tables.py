@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headprune.app.console import Console
-    from headprune.app.documents import FinetuneRecord, Metrics, Run, TimeParts
+    from headprune.app.documents import Metrics, Run, TimeParts
     from headprune.app.report.content import Table
     from headprune.app.runs import RunFolder
     from headprune.app.workflow import Scene
@@ -162,13 +162,6 @@ def print_document(console: Console, folder: RunFolder) -> None:
 
     if metrics := folder.read_metrics():
         console.document({"folder": str(folder.path), "headprune": metrics.kind, "schema": SCHEMA, **metrics.to_json()})
-
-
-def print_finetuned(console: Console, record: FinetuneRecord) -> None:
-    from headprune.app.report.cards import finetune_table
-
-    print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
-    console.result(f"Training: {record.changes.gain.verdict}.")
 
 
 def print_times(

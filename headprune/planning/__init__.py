@@ -75,7 +75,7 @@ def arrange(
     Args:
         levels: Numbers of kept heads that will be looked at; the fewest may be out of reach.
         quality: How good a plan is; higher is better. A search that can run the model measures it; by default it is
-            predicted, as the sum of the kept heads' scores (`score_kept`).
+            predicted, as minus the sum of the scores of the heads that go.
         kinds: How heads that share key/value heads may go; a cache shrinks by whole groups alone.
         judged: The levels at which the kinds are compared; all, if none are given.
 
@@ -94,7 +94,8 @@ def arrange(
     orders = [chosen.run(replace(search, kind=kind), levels) for kind in kinds]
     if len(orders) == 1:
         return orders[0]
-    judge = quality or (score_kept(search.scores) if search.scores else lambda p: p.kept)
+    scores = search.scores
+    judge = quality or (lambda plan: -_score_lost(plan, scores) if scores else plan.kept)
     judged = judged or levels
     common = [k for k in judged if all(o.reaches(k) for o in orders)]
 
@@ -112,13 +113,9 @@ def arrange(
     return max(orders, key=merit)  # the first, groups, on a tie
 
 
-def score_kept(scores: HeadScores) -> Quality:
-    """How much score a plan keeps: for scores that are an added loss, minus the loss it predicts, up to a constant."""
-
-    def quality(plan: PruningPlan) -> float:
-        return -sum(float(scores.values[name][heads].sum()) for name, heads in plan.drop.items())
-
-    return quality
+def _score_lost(plan: PruningPlan, scores: HeadScores) -> float:
+    """The sum of the scores of a plan's heads: for scores that are an added loss, the loss that it predicts, up to a constant."""
+    return sum(float(scores.values[name][heads].sum()) for name, heads in plan.drop.items())
 
 
 def check_strategy(name: str) -> None:
