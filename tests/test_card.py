@@ -221,25 +221,22 @@ def test_the_figures_of_a_run_are_those_of_metrics_json(
         assert (folder / "README-source.md").read_text() == THEIRS
         assert f"{b['kept']} of {b['total']} attention heads" in text
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-        costs = {row[0]: row[1:] for row in rows}
-        assert sum(int(row[2].split(" of ")[0]) for row in rows if row[0] in ("L0", "L1")) == b["kept"]
+        dense_row, row = (next(r for r in rows if r[0] == name) for name in (f"{b['total']} (dense)", str(b["kept"])))
+        assert sum(int(r[2].split(" of ")[0]) for r in rows if r[0] in ("L0", "L1")) == b["kept"]
         value = 100 * model["metrics"]["accuracy"]
-        assert costs["accuracy"][1] == f"{value:.1f} % ({100 * model['low']:.1f} % to {100 * model['high']:.1f} %)"
-        assert costs["accuracy"][0].startswith(f"{100 * dense['metrics']['accuracy']:.1f} %")
-        assert costs["accuracy"][2].startswith(f"{100 * change['value']:+.2f} points ({100 * change['low']:+.2f} to")
-        assert change["verdict"] in costs["accuracy"][2]
-        assert costs["loss"][:2] == [f"{m['metrics']['loss']:.4g}" for m in (dense, model)]
-        assert costs["parameters"][:2] == [f"{dense['parameters']:,}", f"{b['parameters']:,}"]
+        assert row[1] == f"{value:.1f} % ({100 * model['low']:.1f} % to {100 * model['high']:.1f} %)"
+        assert dense_row[1].startswith(f"{100 * dense['metrics']['accuracy']:.1f} %")
+        assert row[2].startswith(f"{100 * change['value']:+.2f} points ({100 * change['low']:+.2f} to")
+        assert row[3] == change["verdict"]
+        assert [r[-1].split(" ")[0] for r in (dense_row, row)] == [f"{m['parameters']:,}" for m in (dense, b)]
+        losses, costs = ({r[0]: r for r in some} for some in (rows, [r for r in rows if r[1] == b["name"]]))
+        assert losses[row[0]][3] == f"{model['metrics']['loss']:.4g}"
         for timed in metrics["latency"]["rows"]:
-            faster, found = (
-                timed["speedups"][b["name"]],
-                costs[f"ms, batch {timed['batch']} x {timed['length']} tokens"],
-            )
-            assert found[1] == f"{timed['timings'][b['name']]['median']:.2f}"
-            assert f"{faster['ratio']:.2f}x ({faster['low']:.2f} to {faster['high']:.2f})" in found[2]
-        without = 100 * b["repair"]["without"]["metrics"]["accuracy"]
+            faster, cells = timed["speedups"][b["name"]], costs[f"batch {timed['batch']} x {timed['length']} tokens"]
+            assert cells[2] == f"{timed['timings'][b['name']]['median']:.2f}"
+            assert f"{faster['ratio']:.2f}x ({faster['low']:.2f} to {faster['high']:.2f})" in cells[4]
         assert "`headprune.repair` was applied" in text
-        assert f"Without the repair, the accuracy of this model is {without:.1f} %" in text
+        assert f"{100 * b['repair']['without']['metrics']['accuracy']:.1f} %" in losses[row[0]]
         assert str(data_folder) not in text  # it may be published
 
 

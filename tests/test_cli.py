@@ -60,7 +60,6 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
         "heads.png",
         "importance.png",
         "tradeoff.png",
-        "orders.png",
         "plan.json",
         "metrics.json",
         "pruned-4",

@@ -411,4 +411,3 @@ def test_profiles_print_short() -> None:
     assert label.startswith("L")
     assert f"HeadProfile({best.role}: " in repr(best)
     assert profiles._repr_html_().count("<tr>") == 10
-    assert profiles.plot().axes[0].get_xlabel() == "heads"
