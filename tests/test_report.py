@@ -189,16 +189,10 @@ def test_scores_alone(report: Any) -> None:
 
 
 def test_what_holds_of_all_models_is_said_once(report: Any) -> None:
-    metrics = with_budget(
-        notes=["Two, not three.", "The search took long."], repair=repaired(notes=["All alike.", "No step."])
-    )
-    other = {
-        **METRICS["budgets"][0],
-        "kept": 1,
-        "notes": ["The search took long."],
-        "repair": repaired(notes=["All alike."]),
-    }
-    metrics["budgets"].append(other)
+    notes, steps = ["Two, not three.", "The search took long."], ["All alike.", "No step."]
+    metrics = with_budget(notes=notes, repair=repaired(notes=steps))
+    other = {"kept": 1, "notes": notes[1:], "repair": repaired(notes=steps[:1])}
+    metrics["budgets"].append({**METRICS["budgets"][0], **other})
     text = report(metrics)
     for note in ("The search took long.", "With 2 heads: Two, not three.", "All alike.", "With 2 heads: No step."):
         assert text.count(f"\n\n{note}\n\n") == 1
