@@ -124,6 +124,12 @@ def test_results_come_in_order_from_whoever_made_them(processes: Processes, tmp_
     assert none == []
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux tells a process's threads there")
+def test_no_thread_of_gloos_outlives_the_ranks(processes: Processes, tmp_path: Path) -> None:
+    """It released tensors while the interpreter ended, and one run in ten of `torchrun … score` aborted after all its results."""
+    assert processes.call(tmp_path, 2, "tests.support.shared:threads_left") == [[], []]
+
+
 @pytest.mark.slow
 def test_sums_and_gathered_values(processes: Processes, tmp_path: Path) -> None:
     for rank, (whole, part, gathered, first) in enumerate(
