@@ -327,7 +327,7 @@ def prune_folder(source: RunFolder | None, output: Path | None, model: str, over
     from headprune.app.runs import choose_folder
 
     if source is not None and output in (None, source.path, source.path.parent):
-        free = not source.pruned or overwrite or source.done_by(key)
+        free = not source.pruned or overwrite or source.left_by(key)
         if free and (output == source.path or source.command is None or source.left_by(key)):
             return source
         if output == source.path:

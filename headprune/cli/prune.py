@@ -149,8 +149,7 @@ def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console:
         _dry_run(config, choose(), console)
         return None
     with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        published = partial(folder.already_published, key, writing.overwrite)  # killed just after the end
-        workflow.prune_run(config, folder, console, published)
+        workflow.prune_run(config, folder, console)
     return folder
 
 

@@ -169,7 +169,7 @@ def print_finetuned(console: Console, record: FinetuneRecord) -> None:
     from headprune.app.report.cards import finetune_table
 
     print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
-    console.result(f"Training: {record.changes.gain.verdict}.")
+    console.result(f"Training: {record.changes['gain'].verdict}.")
 
 
 def print_latency(console: Console, rows: Sequence[LatencyRow]) -> None:

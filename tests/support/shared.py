@@ -45,10 +45,16 @@ def scored(method: str, count: int = 5, work: str = "", **settings: Any) -> dict
     """Scores of the small model on its first batches."""
     model, batches = small()
     with launcher_ranks():
-        found = hp.score(
+        scores = hp.score(
             model, batches[:count], method, seed=3, settings=Settings(**settings), work=Path(work) if work else None
         )
-    return found.to_json()
+    return scores.to_json()
+
+
+def scored_by(methods: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Scores of the small model by methods with their settings."""
+    with launcher_ranks():
+        return [scored(method, **settings) for method, settings in methods]
 
 
 def pruned(strategy: str = "auto", effort: str = "normal") -> dict[str, Any]:
@@ -73,10 +79,10 @@ def pruned(strategy: str = "auto", effort: str = "normal") -> dict[str, Any]:
     }
 
 
-def together(kind: str) -> Any:
-    """Small things that ranks do."""
+def together(kinds: list[str]) -> list[Any]:
+    """Small things that ranks do, one after the other."""
     with launcher_ranks() as ranks:
-        return KINDS[kind](ranks)
+        return [KINDS[kind](ranks) for kind in kinds]
 
 
 def _asked(ranks: Ranks) -> Any:

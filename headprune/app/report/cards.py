@@ -84,15 +84,15 @@ def finetune_table(record: FinetuneRecord) -> Table:
     """The dense, the pruned and the fine-tuned model on the reporting part."""
     metric, rows = record.metric, []
     for key, name in _NAMES.items():
-        change = getattr(record.changes, key, None)
+        change = record.changes.get(key)
         cells = (numbers.change(change, metric), change.verdict) if change else ("", "")
-        rows.append((name, numbers.interval(getattr(record.models, key), metric), *cells))
+        rows.append((name, numbers.interval(record.models[key], metric), *cells))
     return Table(("model", f"{metric} (95 %)", "change from dense (95 %, paired)", "verdict"), rows)
 
 
 def _opening(record: FinetuneRecord, pruned: str, teacher: str) -> Strong:
-    metric, change, gain = record.metric, record.changes.finetuned, record.changes.gain
-    value = numbers.value(record.models.finetuned.metrics[metric], metric)
+    metric, change, gain = record.metric, record.changes["finetuned"], record.changes["gain"]
+    value = numbers.value(record.models["finetuned"].metrics[metric], metric)
     return Strong(
         f"{metric} {value}: {change.verdict} against the dense model, {gain.verdict} against the pruned one.",
         f"{code(pruned)} was trained with distillation from {code(teacher)}. On {change.examples:,} examples that decided nothing, the "
