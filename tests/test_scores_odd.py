@@ -240,9 +240,9 @@ def test_an_example_without_any_label_is_named() -> None:
         hp.score(model, [batch], "ablation")
 
 
-@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
-def test_divergence_of_other_heads(problem: str) -> None:
-    """Real numbers by their squares, several labels each by its own chance."""
+@pytest.mark.parametrize("problem", [None, "regression", "multi_label_classification"])
+def test_divergence_of_every_kind_of_head(problem: str | None) -> None:
+    """Classes by Kullback and Leibler, real numbers by their squares, several labels each by its own chance."""
     labels = 1 if problem == "regression" else 3
     config = tf.BertConfig(**{**sizes("sdpa", num_labels=labels), "problem_type": problem})
     model = randomise(tf.BertForSequenceClassification(config))
@@ -255,12 +255,16 @@ def test_divergence_of_other_heads(problem: str) -> None:
             now = model(**example).logits.double()
     if labels == 1:
         expected = ((now - dense) ** 2).mean()
+    elif problem is None:
+        p, q = dense.softmax(-1), now.softmax(-1)
+        expected = (p * (p / q).log()).sum(-1).mean()
     else:
         p, q = dense.sigmoid(), now.sigmoid()
         expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(-1).mean()
     torch.testing.assert_close(scores.values[layers[1].name][2], expected, rtol=1e-4, atol=1e-6)
-    with pytest.raises(hp.HeadPruneError, match="no gradient at the dense model"):
-        hp.score(model, [example], "gradient", layers=layers)
+    if problem:
+        with pytest.raises(hp.HeadPruneError, match="no gradient at the dense model"):
+            hp.score(model, [example], "gradient", layers=layers)
 
 
 @pytest.mark.parametrize("method", ["gradient", "ablation"])

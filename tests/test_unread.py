@@ -47,12 +47,12 @@ def check(problem: Problem) -> Replay:
     with evaluating(problem.model), exact_attention(problem.model), torch.no_grad():
         replay = Replay(problem)
         for batch, size in problem.batches:
-            with replay.of(batch, size) as recording:
-                for rows in torch.split(1 - torch.eye(problem.heads), [a.num_heads for a in problem.layers]):
-                    for row, mine in zip(rows, recording.losses(rows), strict=True):
-                        drop = {k: (g == 0).nonzero().flatten().tolist() for k, g in problem.split(row).items()}
-                        with hp.mask(problem.model, drop, layers=problem.layers):
-                            torch.testing.assert_close(mine, problem.losses(batch).double(), rtol=1e-4, atol=1e-6)
+            recording = replay.of(batch, size)
+            for rows in torch.split(1 - torch.eye(problem.heads), [a.num_heads for a in problem.layers]):
+                for row, mine in zip(rows, recording.losses(rows), strict=True):
+                    drop = {k: (g == 0).nonzero().flatten().tolist() for k, g in problem.split(row).items()}
+                    with hp.mask(problem.model, drop, layers=problem.layers):
+                        torch.testing.assert_close(mine, problem.losses(batch).double(), rtol=1e-4, atol=1e-6)
     return replay
 
 
@@ -73,7 +73,8 @@ def test_a_replay_runs_only_what_comes_after_the_gate() -> None:
     blocks = model.bert.encoder.layer = nn.ModuleList(Counting(layer) for layer in model.bert.encoder.layer)
     batch = labelled(model, example)
     problem = problem_of(model, [batch])
-    with evaluating(model), exact_attention(model), Replay(problem).of(batch, 3) as recording:
+    with evaluating(model), exact_attention(model), torch.no_grad():
+        recording = Replay(problem).of(batch, 3)
         recording.doubtful.clear()  # the comparison with a plain forward runs every block
         for number, layer in enumerate(problem.layers):
             before = [block.rows for block in blocks]
@@ -103,14 +104,14 @@ def test_memory_that_runs_out_halves_the_stack(monkeypatch: pytest.MonkeyPatch) 
     with evaluating(model), exact_attention(model):
         problem = problem_of(model, [batch])
         study, gates = Replay(problem), 1 - torch.eye(problem.heads)[:4]
-        with study.of(batch, 3) as recording:
-            expected = recording.losses(gates)
-            monkeypatch.setattr(Recording, "stacked", greedy)
-            torch.testing.assert_close(recording.losses(gates), expected, rtol=1e-5, atol=1e-6)
-            assert stacks == [4, 2, 1, 1, 1, 1]
-            most = 0
-            with pytest.raises(hp.HeadPruneError, match="--batch-size"):
-                recording.losses(gates)
+        recording = study.of(batch, 3)
+        expected = recording.losses(gates)
+        monkeypatch.setattr(Recording, "stacked", greedy)
+        torch.testing.assert_close(recording.losses(gates), expected, rtol=1e-5, atol=1e-6)
+        assert stacks == [4, 2, 1, 1, 1, 1]
+        most = 0
+        with pytest.raises(hp.HeadPruneError, match="--batch-size"):
+            recording.losses(gates)
 
 
 # -- tokens that no loss reads -------------------------------------------------------------------
@@ -129,7 +130,8 @@ def test_the_last_blocks_feed_forward_layer_runs_for_the_first_token(make: Any) 
     replay = check(problem)
     assert set(replay.tokens.values()) == {0}
     last = problem.layers[-1]
-    with evaluating(model), torch.no_grad(), replay.of(batch, Rows().size(batch)) as recording:
+    with evaluating(model), torch.no_grad():
+        recording = replay.of(batch, Rows().size(batch))
         recording.doubtful.clear()
         for layer, tokens in ((problem.layers[0], [5, 1]), (last, [1])):
             seen.clear()

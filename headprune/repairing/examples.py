@@ -68,7 +68,8 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
     members: dict[int, list[int]] = {}
     for number in range(len(texts)):
         members.setdefault(block[number], []).append(number)
-    left = any(_is_left_padded(batch) for batch in batches)
+    masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
+    left = any(bool((mask[:, 0] == 0).any()) for mask in masks)
     result = []
     for shift in range(1, times + 1):
         first = 0
@@ -108,11 +109,6 @@ def _texts(batch: Any, rows: Rows) -> list[dict[str, Tensor]] | None:
 def _mixed(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
     cut = min(len(one["input_ids"]), len(other["input_ids"])) // 2
     return {name: torch.cat([one[name][:cut], other[name][cut:]]) for name in one}
-
-
-def _is_left_padded(batch: Mapping[str, Tensor]) -> bool:
-    mask = batch.get("attention_mask")
-    return mask is not None and bool((mask[:, 0] == 0).any())
 
 
 def _padded(texts: Sequence[Tensor], value: int, left: bool) -> Tensor:

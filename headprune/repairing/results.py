@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -116,11 +116,7 @@ class Repair:
     trials: tuple[Trial, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "layers": {name: vars(fitted) for name, fitted in self.layers.items()},
-            "examples": self.examples, "mixtures": self.mixtures, "passes": self.passes, "biases": list(self.biases), "notes": list(self.notes),
-            "answers": vars(self.answers) if self.answers else None, "trials": [t.to_json() for t in self.trials],
-        }  # fmt: skip
+        return {**asdict(self), "trials": [trial.to_json() for trial in self.trials]}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headprune.app.data.encoders.base import CLASS_COLUMNS, Encoder, padded_labels
 from headprune.batches import Rows
-from headprune.conventions import logits_in
+from headprune.conventions import SAME, logits_in
 from headprune.divergence import IGNORED, gives_several, regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, model_device
@@ -186,8 +186,7 @@ class CausalLM(PerTokenEncoder):
                     "text would mean nothing.",
                     "Use --task masked-lm, if it is a masked language model (or is_decoder in its config).",
                 )
-            convention = find_label_use(self.model, [example], Rows()).convention
-        shifted = convention is not None and convention.ahead == 0
+            shifted = find_label_use(self.model, [example], Rows()).convention == SAME
         if shifted:
             self.notes.append("This model's own loss does not shift labels: they are the next tokens.")
         return shifted
