@@ -70,7 +70,7 @@ def outcome_of(convention: str, output: Any, batch: Mapping[str, Any]) -> Outcom
     assert logits is not None
     if convention in (SQUARED, BINARY):
         return _numbers(logits, labels, convention == BINARY)
-    check_classes(labels, logits.shape[-1])
+    check_classes(logits, labels)
     if convention == LABEL:
         return _classes(logits[:, None], labels.reshape(-1, 1))
     before = logits.shape[1] - labels.shape[1]
@@ -85,12 +85,13 @@ def logits_in(output: Any) -> Tensor | None:
     return logits if isinstance(logits, Tensor) else None
 
 
-def check_classes(labels: Tensor, classes: int) -> None:
+def check_classes(logits: Tensor | None, labels: Tensor) -> None:
     """Refuse labels that are not classes of the model.
 
     Raises:
         HeadPruneError: There is one.
     """
+    classes = 0 if logits is None else logits.shape[-1]
     wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
     if len(wrong):
         raise HeadPruneError(

@@ -86,12 +86,9 @@ def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> L
         output, needs = _output(model, example, has_loss)
         possible, logits = conventions.possible_in(output, example), conventions.logits_in(output)
         close = (1e-4, 1e-5) if logits is None or logits.dtype in (torch.float32, torch.float64) else (2e-2, 1e-3)
-        classes = (
-            logits.shape[-1] if logits is not None and {conventions.LABEL, conventions.SAME} & set(possible) else 0
-        )
-        for each in batches if classes else ():
+        for each in batches if {conventions.LABEL, conventions.SAME} & set(possible) else ():
             try:
-                conventions.check_classes(each["labels"], classes)
+                conventions.check_classes(logits, each["labels"])
             except HeadPruneError:
                 if not has_loss or _own_loss(model, each) is None:
                     raise

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,9 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutput
 
 import headprune as hp
-from tests.support.causal import Labelless, Tensors, Wrapped, gemma3, my_gpt, singles, texts, tiny
+from tests.support.causal import Labelless, OwnLoss, Tensors, Wrapped, gemma3, my_gpt, singles, texts, tiny
 from tests.support.zoo import labelled, llama, randomise, t5, text
 
 
@@ -101,36 +101,23 @@ def test_evaluation_agrees_with_the_named_classes() -> None:
 # -- padding that has labels ----------------------------------------------------------------------
 
 
-class Masking(Wrapped):
-    """Leaves out the labels of padding itself, as Granite Speech and Qwen2-Audio do, and Gemma 3 did."""
-
-    ahead = 1
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
-        logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits
-        if labels is None:
-            return CausalLMOutput(logits=logits)
-        real = attention_mask[:, self.ahead :] != 0
-        loss = F.cross_entropy(logits[:, : logits.shape[1] - self.ahead][real], labels[:, self.ahead :][real])
-        return CausalLMOutput(loss=loss, logits=logits)
-
-
-class MaskingInPlace(Masking):
-    ahead = 0
-
-
-@pytest.mark.parametrize("kind", [Masking, MaskingInPlace])
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("left", [False, True])
-def test_padding_that_has_labels(kind: type[Masking], left: bool) -> None:
-    model = kind(randomise(my_gpt()))
-    batch = texts(left=left)
+def test_padding_that_has_labels(ahead: int, left: bool) -> None:
+    """The model leaves them out itself, as Granite Speech and Qwen2-Audio do, and Gemma 3 did."""
+
+    def masking(logits: Tensor, labels: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        real = inputs["attention_mask"][:, ahead:] != 0
+        return F.cross_entropy(logits[:, : logits.shape[1] - ahead][real], labels[:, ahead:][real])
+
+    model, batch = OwnLoss(randomise(my_gpt()), masking), texts(left=left)
     batch["labels"] = batch["input_ids"]
     with torch.no_grad():
-        own = float(model(**seen(batch, kind.ahead)).loss)
+        own = float(model(**seen(batch, ahead)).loss)
     found = hp.evaluate(model, [batch])
     assert found.metrics["loss"] == pytest.approx(own, abs=1e-5)
     real = batch["attention_mask"]
-    assert found.tokens.sum() == (real[:, 1:] * real[:, :-1] if kind.ahead else real).sum()
+    assert found.tokens.sum() == (real[:, 1:] * real[:, :-1] if ahead else real).sum()
 
 
 class Prompted(Wrapped):
@@ -162,20 +149,15 @@ def test_more_logits_than_labels() -> None:
 # -- losses with more in them ---------------------------------------------------------------------
 
 
-class Smoothed(Wrapped):
+def test_labels_are_found_behind_a_loss_with_more_in_it() -> None:
     """Smoothed labels, and something that has nothing to do with them."""
 
-    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-        out = self.inner(**inputs)
-        if labels is not None:
-            flat = out.logits[:, :-1].flatten(0, 1)
-            out.loss = F.cross_entropy(flat, labels[:, 1:].flatten(), label_smoothing=0.1) + out.logits.square().mean()
-        return out
+    def smoothed(logits: Tensor, labels: Tensor, inputs: Any) -> Tensor:
+        flat = logits[:, :-1].flatten(0, 1)
+        return F.cross_entropy(flat, labels[:, 1:].flatten(), label_smoothing=0.1) + logits.square().mean()
 
-
-def test_labels_are_found_behind_a_loss_with_more_in_it() -> None:
     inner, batch = randomise(my_gpt()), texts()
-    model = Smoothed(inner)
+    model = OwnLoss(inner, smoothed)
     assert hp.evaluate(model, [batch]).metrics == pytest.approx(hp.evaluate(inner, [batch]).metrics)
     with torch.no_grad():  # what is scored is the model's own
         own = [float(model(**row).loss) for row in singles(batch)]
@@ -185,14 +167,10 @@ def test_labels_are_found_behind_a_loss_with_more_in_it() -> None:
 def test_labels_that_only_the_model_knows() -> None:
     """A loss of its own that ignores -1."""
 
-    class Ignoring(Wrapped):
-        def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-            out = self.inner(**inputs)
-            if labels is not None:
-                out.loss = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
-            return out
+    def ignoring(logits: Tensor, labels: Tensor, inputs: Any) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
 
-    model, batch = Ignoring(randomise(my_gpt())), texts(rows=3)
+    model, batch = OwnLoss(randomise(my_gpt()), ignoring), texts(rows=3)
     batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, -1)
     rows = singles(batch)
     with torch.no_grad():
@@ -364,35 +342,20 @@ def test_a_seq2seq_models_own_loss_is_per_label(smoothing: float, alone: bool) -
     assert found.tokens.tolist() == (batch["labels"] != -100).sum(1).tolist()
 
 
-class Reduced(Wrapped):
+def reduced(kind: str, logits: Tensor, labels: Tensor, inputs: Any) -> Tensor:
     """A focal loss, averaged in some way."""
-
-    def __init__(self, inner: nn.Module, kind: str) -> None:
-        super().__init__(inner)
-        self.kind = kind
-
-    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-        out = self.inner(**inputs)
-        if labels is None:
-            return out
-        flat = F.cross_entropy(out.logits[:, :-1].mT, labels[:, 1:], reduction="none")
-        focal, counts = ((1 - (-flat).exp()) ** 2 * flat).sum(1), (labels[:, 1:] != -100).sum(1)
-        if self.kind == "labels":
-            out.loss = focal.sum() / counts.sum()
-        elif self.kind == "examples":
-            out.loss = (focal / counts).mean()
-        elif self.kind == "sum":
-            out.loss = focal.sum()
-        else:  # nothing of these: the longest text's
-            out.loss = (focal / counts)[counts.argmax()]
-        return out
+    flat = F.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+    focal, counts = ((1 - (-flat).exp()) ** 2 * flat).sum(1), (labels[:, 1:] != -100).sum(1)
+    if kind == "other":  # the longest text's
+        return (focal / counts)[counts.argmax()]
+    return {"labels": focal.sum() / counts.sum(), "examples": (focal / counts).mean(), "sum": focal.sum()}[kind]
 
 
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("kind", ["labels", "examples", "sum", "other"])
 def test_how_a_custom_loss_is_averaged_is_measured(kind: str, equal: bool) -> None:
     """Texts of one length too. The first label is predicted by nothing, so it does not weigh."""
-    model, batch = Reduced(randomise(my_gpt()), kind), texts()
+    model, batch = OwnLoss(randomise(my_gpt()), partial(reduced, kind)), texts()
     if equal:
         batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
     with torch.no_grad():
@@ -418,7 +381,7 @@ def test_a_loss_of_labels_and_of_texts_is_no_mean_over_labels() -> None:
 
 def test_where_it_cannot_be_measured_each_example_counts_once() -> None:
     """One label each: every mean is the same, and nothing says that the loss is one of labels."""
-    model, batch = Reduced(randomise(my_gpt()), "labels"), texts()
+    model, batch = OwnLoss(randomise(my_gpt()), partial(reduced, "labels")), texts()
     batch["labels"][:, [0, 1, *range(3, 8)]] = -100
     assert set(hp.evaluate(model, [batch]).metrics) == {"loss"}
 
@@ -426,15 +389,14 @@ def test_where_it_cannot_be_measured_each_example_counts_once() -> None:
 def test_a_loss_that_is_only_an_attribute_counts() -> None:
     """In older versions of transformers, ``output.loss = …`` sets no entry where there was no loss before."""
 
-    class Attribute(Reduced):
+    class Attribute(OwnLoss):
         def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-            told = super().forward(labels, **inputs)
             out = self.inner(**inputs)
             if labels is not None:
-                object.__setattr__(out, "loss", told.loss)
+                object.__setattr__(out, "loss", self.loss(out.logits, labels, inputs))
             return out
 
-    model, batch = Attribute(randomise(my_gpt()), "labels"), texts()
+    model, batch = Attribute(randomise(my_gpt()), partial(reduced, "labels")), texts()
     with torch.no_grad():
         out = model(**batch)
     assert "loss" not in out

@@ -10,6 +10,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from tests.support.causal import OwnLoss
 from tests.support.problems import quick, small, split
 from tests.support.zoo import bert, labelled, llama, randomise, sizes, text
 
@@ -204,23 +205,13 @@ def test_with_a_loss_of_ones_own_nothing_is_kept(tmp_path: Path) -> None:
 # -- losses --------------------------------------------------------------------------------------
 
 
-class IgnoringZero(nn.Module):
-    """A loss of its own that shows only where labels are 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, _ = llama()
-
-    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-        out = self.inner(**inputs)
-        if labels is not None:
-            flat = out.logits[:, :-1].flatten(0, 1)
-            out.loss = F.cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=0)
-        return out
-
-
 def test_a_loss_of_its_own_that_the_first_example_does_not_show() -> None:
-    model = IgnoringZero()
+    """It shows only where labels are 0."""
+
+    def ignoring_zero(logits: Tensor, labels: Tensor, inputs: Any) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=0)
+
+    model = OwnLoss(llama()[0], ignoring_zero)
     example = text(3, 8)
     example["attention_mask"][:] = 1
     labels = example["input_ids"].clone()

@@ -122,7 +122,7 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
         output: The model's.
         first: The number of the batch's first example; noise goes by it.
         rows: How examples lie in the batch.
-        only: The only example whose answers are looked at; all, by default.
+        only: The example whose answers are looked at; by default those of all.
     """
     seeds = range(first, first + rows.size(batch))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -69,7 +69,7 @@ class Runner:
         return self._seen[0] / self.examples
 
     def count(self, examples: float) -> None:
-        """Note that the model was run on so many examples; a backward pass counts as two."""
+        """Add examples that the model was run on to `passes`; a backward pass counts as two."""
         self._seen[0] += examples
 
     def share(
@@ -79,7 +79,7 @@ class Runner:
         batches: Sequence[Any] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> list[T]:
-        """As `headprune.parallel.Ranks.share`, the passes of all ranks counted.
+        """The results of tasks that ranks share out (`headprune.parallel.Ranks.share`); passes of all ranks are counted.
 
         Args:
             batches: What the tasks run the model on, if that is one batch each: how long they take.
@@ -144,7 +144,7 @@ class Runner:
         return one_each and bool(logits.isfinite().all())
 
     def layer(self, name: str) -> AttentionLayer:
-        """That ends in an output projection; the first, if several do."""
+        """The layer that ends in an output projection of this name; the first, if several do."""
         return next(p.layers[0] for p in self.projections if p.name == name)
 
     def real(self, x: Tensor, batch: Any, kind: str) -> Tensor | None:
@@ -187,20 +187,15 @@ class Runner:
         callbacks = [(p.name, p.name, on_output) for p in self.projections]
         if on_value is not None:
             callbacks += [(own.name, name, on_value) for name, own in (values or {}).items()]
-        handles = [
-            self.model.get_submodule(module).register_forward_hook(
-                lambda module, args, kwargs, out, name=name, then=then: then(
-                    name, args[0] if args else next(iter(kwargs.values())), out
-                ),
-                with_kwargs=True,
-            )
-            for module, name, then in callbacks
-        ]
-        try:
+
+        def hook(name: str, then: OnCall, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
+            return then(name, args[0] if args else next(iter(kwargs.values())), out)
+
+        with ExitStack() as stack:
+            for module, name, then in callbacks:
+                place = self.model.get_submodule(module)
+                stack.callback(place.register_forward_hook(partial(hook, name, then), with_kwargs=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def recorded(self, batch: Any) -> tuple[Calls, Calls]:
         """W_O's inputs and outputs on a batch."""
