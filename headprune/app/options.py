@@ -6,16 +6,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
+import typer
 from pydantic import Field, StrictBool, StrictInt
 
 from headprune.errors import HeadPruneError
-from headprune.options import MAX_SEED, Flag
+from headprune.options import MAX_SEED
+
+_data, _model, _training = (partial(typer.Option, rich_help_panel=panel) for panel in ("Data", "Model", "Training"))
 
 Seed = Annotated[StrictInt, Field(ge=0, le=MAX_SEED)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AtLeast1 = Annotated[int, Field(ge=1)]
 AtLeast2 = Annotated[int, Field(ge=2)]
-_data, _model, _training = (partial(Flag, panel=name) for name in ("Data", "Model", "Training"))
 
 
 def check_values(options: Any) -> None:
@@ -40,19 +42,23 @@ class DataOptions:
         seed: For the order in which examples are taken.
     """
 
-    dataset: Annotated[str, _data("Hub id, folder, or .jsonl, .csv or .parquet file.", short="-d")] = ""
-    subset: Annotated[str | None, _data("Configuration of a Hub dataset.")] = None
-    split: Annotated[str | None, _data("Split to score on [train, if there is one].")] = None
-    choose_split: Annotated[str | None, _data("Split to choose plans on [validation].")] = None
-    report_split: Annotated[str | None, _data("Split to report on [test].")] = None
+    dataset: Annotated[
+        str, _data("--dataset", "-d", help="Hub id, folder, or .jsonl, .csv or .parquet file.", show_default=False)
+    ] = ""
+    subset: Annotated[str | None, _data(help="Configuration of a Hub dataset.")] = None
+    split: Annotated[str | None, _data(help="Split to score on [train, if there is one].")] = None
+    choose_split: Annotated[str | None, _data(help="Split to choose plans on [validation].")] = None
+    report_split: Annotated[str | None, _data(help="Split to report on [test].")] = None
     text_column: Annotated[
-        str | None, _data("Column of the text, image or sound; a,b for pairs of texts [guessed].")
+        str | None, _data(help="Column of the text, image or sound; a,b for pairs of texts [guessed].")
     ] = None
-    label_column: Annotated[str | None, _data("Column of the label or target [guessed].")] = None
-    limit: Annotated[AtLeast2, _data("Examples to score on, and as many to choose on.", short="-L", least=2)] = 512
-    report_limit: Annotated[AtLeast2, _data("Examples to report on, at most.", least=2)] = 2000
-    max_length: Annotated[int | None, Field(ge=2), _data("Tokens per example, at most [512].", least=2)] = None
-    batch_size: Annotated[AtLeast1, _data("Examples per batch.", short="-b", least=1)] = 32
+    label_column: Annotated[str | None, _data(help="Column of the label or target [guessed].")] = None
+    limit: Annotated[
+        AtLeast2, _data("--limit", "-L", min=2, help="Examples to score on, and as many to choose on.")
+    ] = 512
+    report_limit: Annotated[AtLeast2, _data(min=2, help="Examples to report on, at most.")] = 2000
+    max_length: Annotated[int | None, Field(ge=2), _data(min=2, help="Tokens per example, at most [512].")] = None
+    batch_size: Annotated[AtLeast1, _data("--batch-size", "-b", min=1, help="Examples per batch.")] = 32
     also: tuple[str, ...] = ()
     seed: int = 0
 
@@ -129,16 +135,18 @@ class LoadOptions:
         device_map, device_memory: Where the weights of a model go that is larger than a device.
     """
 
-    task: Annotated[str | None, _model("What the model is for [read from its config].")] = None
-    device: Annotated[str, _model("auto, cpu, cuda or mps.")] = "auto"
-    dtype: Annotated[str, _model("auto (as stored; float32 on a CPU), float32, bfloat16 or float16.")] = "auto"
-    trust_remote_code: Annotated[bool, _model("Run code that comes with the model.")] = False
+    task: Annotated[str | None, _model(help="What the model is for [read from its config].")] = None
+    device: Annotated[str, _model(help="auto, cpu, cuda or mps.")] = "auto"
+    dtype: Annotated[str, _model(help="auto (as stored; float32 on a CPU), float32, bfloat16 or float16.")] = "auto"
+    trust_remote_code: Annotated[bool, _model("--trust-remote-code", help="Run code that comes with the model.")] = (
+        False
+    )
     device_map: Annotated[
         str | None,
-        _model("For a model larger than a device (docs/scale.md): auto, balanced, sequential, or a JSON file."),
+        _model(help="For a model larger than a device (docs/scale.md): auto, balanced, sequential, or a JSON file."),
     ] = None
     device_memory: Annotated[
-        str | None, _model("The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].")
+        str | None, _model(help="The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].")
     ] = None
 
     def placing(self) -> dict[str, Any] | None:
@@ -211,11 +219,13 @@ class Mixture:
         hidden_states: Whether the hidden states are compared too, with weight 1.
     """
 
-    alpha: Annotated[float, Field(ge=0, le=1), _training("Weight of the dense model's answers against the labels.")] = (
-        0.5
+    alpha: Annotated[
+        float, Field(ge=0, le=1), _training(help="Weight of the dense model's answers against the labels.")
+    ] = 0.5
+    temperature: Annotated[Above0, _training(help="Temperature of the distillation.")] = 2.0
+    hidden_states: Annotated[bool, _training("--hidden-states", help="Learn the dense model's hidden states too.")] = (
+        False
     )
-    temperature: Annotated[Above0, _training("Temperature of the distillation.")] = 2.0
-    hidden_states: Annotated[bool, _training("Learn the dense model's hidden states too.")] = False
 
     @property
     def needs_teacher(self) -> bool:
@@ -235,12 +245,12 @@ class FinetuneOptions:
         seed: For the order of the examples and for dropout.
     """
 
-    epochs: Annotated[float, Field(gt=0, le=1_000_000), _training("Passes over the training part.")] = 1.0
-    learning_rate: Annotated[Above0, _training("The learning rate at its peak.")] = 3e-5
+    epochs: Annotated[float, Field(gt=0, le=1_000_000), _training(help="Passes over the training part.")] = 1.0
+    learning_rate: Annotated[Above0, _training(help="The learning rate at its peak.")] = 3e-5
     mixture: Mixture = field(default_factory=Mixture)
     weight_decay: float = 0.01
-    patience: Annotated[AtLeast1, _training("Stop after this many epochs without improvement.")] = 2
-    seed: Annotated[Seed, _training("For the order of the examples, and dropout.", least=0)] = 0
+    patience: Annotated[AtLeast1, _training(help="Stop after this many epochs without improvement.")] = 2
+    seed: Annotated[Seed, _training(min=0, help="For the order of the examples, and dropout.", show_default=False)] = 0
 
     def check(self) -> None:
         """Refuse what cannot be.

@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import typer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from headprune.cli import app
+from headprune.app.options import DataOptions, Options
+from headprune.app.workflow import open_scene
+from headprune.cli.app import RETIRED as RETIRED
+from headprune.cli.app import app
 
 runner = CliRunner()
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 PRUNE = ["prune", "-s", "one-shot", "-q", "-k"]  # the quickest, where it is not about what goes
 
@@ -47,3 +52,9 @@ class Silent:
     @contextmanager
     def track(self, label: str) -> Any:
         yield lambda done, total, note="": None
+
+
+def parts_of_a_run(model: object, data: object, **options: Any) -> tuple[Any, list[Any], list[Any]]:
+    """The model of a command, and the batches that it fits to and chooses by."""
+    scene = open_scene(Options(str(model), DataOptions(str(data), **options), seed=options["seed"]), Silent())
+    return scene.model, list(scene.parts.score.batches()), list(scene.parts.choose.batches())
