@@ -221,7 +221,7 @@ def shown(folder: Path, width: int) -> str:
     metrics = run.read_metrics()
     assert metrics is not None
     tables._print_summary(console, run.read_run(), metrics)
-    tables.print_latency(console, metrics.latency.rows)
+    tables.print_times(console, metrics.latency.rows)
     told: str = console.out.file.getvalue()  # type: ignore[attr-defined]
     return told
 

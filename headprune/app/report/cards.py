@@ -51,8 +51,8 @@ def finetune_card(record: FinetuneRecord) -> str:
 
 def _finetuned(record: FinetuneRecord) -> list[Block]:
     """The verdict, the table, and the command."""
-    metric, change, gain = record.metric, record.changes.finetuned, record.changes.gain
-    value = numbers.value(record.models.finetuned.metrics[metric], metric)
+    metric, change, gain = record.metric, record.changes["finetuned"], record.changes["gain"]
+    value = numbers.value(record.models["finetuned"].metrics[metric], metric)
     opening = Strong(
         f"{metric} {value}: {change.verdict} against the dense model, {gain.verdict} against the pruned one.",
         f"{code(record.pruned)} was trained with distillation from {code(record.teacher)}. On {change.examples:,} examples that decided "
@@ -66,9 +66,9 @@ def finetune_table(record: FinetuneRecord) -> Table:
     """The dense, the pruned and the fine-tuned model on the reporting part."""
     metric, rows = record.metric, []
     for key, name in (("dense", "dense"), ("pruned", "pruned"), ("finetuned", "pruned, fine-tuned")):
-        change = getattr(record.changes, key, None)
+        change = record.changes.get(key)
         cells = (numbers.change(change, metric), change.verdict) if change else ("", "")
-        rows.append((name, numbers.interval(getattr(record.models, key), metric), *cells))
+        rows.append((name, numbers.interval(record.models[key], metric), *cells))
     return Table(("model", f"{metric} (95 %)", "change from dense (95 %, paired)", "verdict"), rows)
 
 

@@ -14,8 +14,7 @@ from headprune.app.pictures import new_figure
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Bullets, Figure, Strong, Table
 from headprune.app.report.numbers import mean_of
-from headprune.options import AUTO
-from headprune.planning import STRATEGIES
+from headprune.planning import AUTO, STRATEGIES, abouts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -121,11 +120,10 @@ def orders(metrics: Metrics) -> Bullets:
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
     by_scores = STRATEGIES.get("one-shot" if planning.strategy == AUTO else planning.strategy)
-    abouts = {name: strategy.about for name, strategy in STRATEGIES.items()}
-    abouts["random"], lines = "Heads drawn at random, the control.", []
+    known, lines = {**abouts(), "random": "Heads drawn at random, the control."}, []
     for name in dict.fromkeys(names):
-        if name in abouts:
-            lines.append(Strong(f"{name}:", abouts[name]))
+        if name in known:
+            lines.append(Strong(f"{name}:", known[name]))
         elif name and name != "dense" and by_scores is not None:
             about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}"
             lines.append(Strong(f"{name}:", f"By the scores of that name ({by_scores.name}): {about}"))
