@@ -120,14 +120,11 @@ def orders(metrics: Metrics) -> Bullets:
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
     by_scores = STRATEGIES.get("one-shot" if planning.strategy == AUTO else planning.strategy)
-    known, lines = {**abouts(), "random": "Heads drawn at random, the control."}, []
-    for name in dict.fromkeys(names):
-        if name in known:
-            lines.append(Strong(f"{name}:", known[name]))
-        elif name and name != "dense" and by_scores is not None:
-            about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}"
-            lines.append(Strong(f"{name}:", f"By the scores of that name ({by_scores.name}): {about}"))
-    return Bullets(lines)
+    known = {**abouts(), "random": "Heads drawn at random, the control."}
+    about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}" if by_scores else ""
+    other = f"By the scores of that name ({by_scores.name}): {about}" if by_scores else ""
+    texts = {name: known.get(name, other) for name in names if name not in ("", "dense")}
+    return Bullets([Strong(f"{name}:", text) for name, text in texts.items() if text])
 
 
 def comparison(metrics: Metrics) -> Table:
