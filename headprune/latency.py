@@ -264,23 +264,22 @@ def timer(model: nn.Module, example: Example) -> Callable[[], float]:
     device = model_device(model)
     moved = move(example, device)
 
-    def clocked() -> float:
-        begin = clock(device)
-        with torch.inference_mode():
-            call(model, moved)
-        return clock(device) - begin
-
-    def cuda() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    def run() -> float:
+        if device.type != "cuda":
+            begin = clock(device)
+            with torch.inference_mode():
+                call(model, moved)
+            return clock(device) - begin
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         with torch.inference_mode(), torch.cuda.device(device):
-            begin.record()
+            start.record()
             call(model, moved)
             end.record()
         torch.cuda.synchronize(device)
-        return float(begin.elapsed_time(end))
+        return float(start.elapsed_time(end))
 
-    return cuda if device.type == "cuda" else clocked
+    return run
 
 
 def example_shape(example: Example) -> tuple[int, int]:

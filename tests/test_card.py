@@ -210,7 +210,7 @@ def test_the_figures_of_a_run_are_those_of_metrics_json(
         assert str(data_folder) not in text  # it may be published
     first, second, figures = Path("r/pruned-4"), Path("again"), "examples of `"
     model = hp.load(hp.save(hp.load(first), second))
-    assert files(first) == files(second)
+    assert of(first) == of(second)
     model.save_pretrained(second)  # into its own folder
     assert figures in of(second)[1]
     hp.prune(model, {FIRST: [int(next(h for h in range(4) if h not in metrics["budgets"][0]["drop"].get(FIRST, [])))]})
@@ -255,7 +255,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = hp.save(pruned(tmp_path / "dense", "---\ndatasets: nyu-mll/glue\n---\n"), tmp_path / "m")
+    folder = hp.save(pruned(tmp_path / "dense", "---\ndatasets: [nyu-mll/glue]\n---\n"), tmp_path / "m")
     (folder / ".lock").write_text("")  # which is not pushed
     return folder
 

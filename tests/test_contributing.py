@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 import headprune as hp
+from headprune.app import pictures
+from headprune.app.report import content, sections
+from headprune.app.report.sections import measured
 from headprune.budgets import BUDGETS
 from headprune.exporting import FORMATS
 from headprune.planning import STRATEGIES
@@ -99,13 +102,18 @@ def test_the_example_of_a_budget_is_held() -> None:
 
 
 def test_the_example_of_a_section_is_reported(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headprune.app.report.sections.PRUNED", (run_example("Section(")["cache"],))
+    (section,) = re.findall(
+        r"^ *```jinja\n(.*?)^ *```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    code = next(code for code in CODE if "cache_table" in code)
+    exec(code, room := {**vars(measured), "Figure": content.Figure, "new_figure": pictures.new_figure, "Drawing": Any})
+    for name in ("cache_table", "cache_figure"):
+        monkeypatch.setattr(measured, name, room[name], raising=False)
+    monkeypatch.setattr(sections, "TEMPLATE", sections.TEMPLATE + textwrap.dedent(section))
     text = report({**METRICS, "generation": [GENERATION]})
     assert "## The cache\n\n<details>" in text
-    assert (
-        "![bytes of the cache per token, by model](cache.png)\n\n| model | per token |\n|---|---|\n| dense | 12.3 kB |"
-        in text
-    )
+    table = "| model | per token |\n|---|---|\n| dense | 12.3 kB |"
+    assert f"![bytes of the cache per token, by model](cache.png)\n\n{table}" in text
 
 
 def test_the_example_of_an_export_format_writes(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_an_image(side: int, rows: int | None, tmp_path: Path) -> None:
     assert len(sample["positions"]["input"]["labels"]) == 1 + patches
     assert sample["layers"][0]["shape"] == [2, rows or 1 + patches, 1 + patches]
     assert document["unit"] == "patches"
-    assert "no file" in run("show", folder, "--image", tmp_path / "b.png", code=1).stderr
+    assert "No such file" in run("show", folder, "--image", tmp_path / "b.png", code=1).stderr
     file.write_text("no image")
     assert "cannot be read as an image" in run("show", folder, "--image", file, code=1).stderr
 

@@ -132,13 +132,12 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
 def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
     """The report's first screen, without what is printed elsewhere, and the section on other data."""
     from headprune.app.report.content import Strong, Table
-    from headprune.app.report.sections.measured import other_data
+    from headprune.app.report.sections.measured import other_table
     from headprune.app.report.sections.opening import over_random_line, precision, rule, summary
     from headprune.app.report.sections.plans import control
 
-    other = other_data(run, metrics)
     lines = "\n".join(filter(None, [rule(metrics), over_random_line(metrics), precision(run, metrics)]))
-    for block in (*summary(run, metrics), lines, *(other.blocks if other else ())):
+    for block in (*summary(run, metrics), lines, *([other_table(metrics)] if metrics.also else ())):
         if isinstance(block, Table):
             title = "On other data" if block.head[0] == "data" else "Dense and pruned"
             print_table(console, title, block, without=[control(metrics)])  # told below

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from jinja2 import UndefinedError
+
 from headprune import checkpoint
 from headprune.app import pictures
 from headprune.app.report import page
 from headprune.app.report.cards import pruned_card
-from headprune.app.report.content import Documents, Figure, markdown
+from headprune.app.report.content import Documents, markdown
 from headprune.app.report.sections import sections_of
 from headprune.app.runs import PARTS, RunFolder
 from headprune.errors import HeadPruneError
@@ -18,7 +20,7 @@ from headprune.files import write_file
 __all__ = ["write", "write_cards"]
 
 # What documents that belong to no run can raise where they are put into words.
-_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, UndefinedError)
 
 
 def write_cards(folder: RunFolder) -> None:
@@ -55,12 +57,9 @@ def write(folder: RunFolder) -> None:
 
 def _files(documents: Documents) -> dict[str, bytes]:
     """Everything that a report consists of, by the names of its files."""
-    sections = sections_of(documents)
+    sections, figures = sections_of(documents)
     what = "Every head" if documents.metrics is None else "Every size and every head"
     link = f"{what}, and what it attends to: [report.html](report.html), one file for a browser, no network needed."
-    drawings = [
-        block for section in sections for block in (*section.blocks, *section.folded) if isinstance(block, Figure)
-    ]
-    painted = {drawing.file: pictures.png(drawing.draw()) for drawing in drawings}
+    painted = {figure.file: pictures.png(figure.draw()) for figure in figures}
     texts = {"report.md": markdown(sections, link), "report.html": page.render(documents, sections, painted)}
     return painted | {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}

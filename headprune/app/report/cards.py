@@ -7,9 +7,9 @@ from dataclasses import replace
 from headprune.amounts import code
 from headprune.app.documents import BudgetResult, FinetuneRecord, Metrics, Run
 from headprune.app.report import numbers
-from headprune.app.report.content import Block, Bullets, Section, Strong, Table, block_of, markdown
+from headprune.app.report.content import Block, Bullets, Section, Strong, Table, blocks_of, markdown
 from headprune.app.report.sections import plans
-from headprune.app.report.sections.measured import all_metrics, latency_table
+from headprune.app.report.sections.measured import latency_table, metrics_table
 from headprune.app.report.sections.opening import precision
 
 
@@ -26,27 +26,27 @@ def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
         f"On {budget.change.examples:,} examples of {dataset} ({code(run.parts.report.split)}), none of which decided anything; "
         "intervals: 95 %, paired by example for the change. “Dense” is the model before this run.",
         replace(plans.table(one), strong=None),
-        *all_metrics(run, one).folded,
+        metrics_table(one),
         *filter(None, [precision(run, one)]),
         latency_table(rows),
         f"Times: one forward pass on {machine}. Made by headprune {run.environment.headprune} with:",
         Bullets([code(numbers.without_places(command)) for command in dict.fromkeys(run.commands)]),
     ]
-    return "\n\n".join(map(block_of, blocks))
+    return blocks_of(blocks)
 
 
 def finetune_report(name: str, record: FinetuneRecord) -> str:
     """The whole report."""
     opening, table, command = _finetuned(record)
     blocks: list[Block] = [opening, table, _training(record), Bullets(record.notes), command]
-    return markdown([Section(f"{name}: a pruned model, fine-tuned", blocks)])
+    return markdown([Section(f"{name}: a pruned model, fine-tuned", blocks_of(blocks))])
 
 
 def finetune_card(record: FinetuneRecord) -> str:
     """What the model card of the folder says."""
     pruned, teacher = map(numbers.without_place, (record.pruned, record.teacher))
     command = numbers.without_places(record.command)
-    return "\n\n".join(map(block_of, _finetuned(replace(record, pruned=pruned, teacher=teacher, command=command))))
+    return blocks_of(_finetuned(replace(record, pruned=pruned, teacher=teacher, command=command)))
 
 
 def _finetuned(record: FinetuneRecord) -> list[Block]:

@@ -1,13 +1,13 @@
-"""What a report says: sections of text, tables and figures; and the same as Markdown.
+"""What a report is made of: sections of Markdown, from texts, lists, tables and figures.
 
-Texts have one kind of markup: what stands in backticks is code (`code`). The renderers show everything else as it is, so a name, a
-label or a text from the data is never markup.
+Texts have one kind of markup: what stands in backticks is code (`code`). Everything else is shown as it is, so a name, a label or a text
+from the data is never markup.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -94,18 +94,23 @@ class Figure:
 Block = str | Strong | Bullets | CommandLines | Table | Figure
 
 
+class Markdown(str):
+    """Text that is Markdown already: what was to be escaped in it is."""
+
+
 @dataclass(frozen=True)
 class Section:
-    """A part of a report that fits on a screen.
+    """A part of a report that fits on a screen, in Markdown.
 
     Attributes:
+        text: What is always shown.
         summary: The line that unfolds ``folded``.
     """
 
     title: str
-    blocks: Sequence[Block] = ()
+    text: str
     summary: str = ""
-    folded: Sequence[Block] = ()
+    folded: str = ""
 
 
 def capital(text: str) -> str:
@@ -139,13 +144,15 @@ def markdown(sections: Sequence[Section], note: str = "") -> str:
     """
     parts = []
     for i, section in enumerate(sections):
-        parts += [f"{'##' if i else '#'} {text_of(section.title)}", *map(block_of, section.blocks)]
-        if section.folded:
-            summary = f"<details><summary>{text_of(section.summary)}</summary>"
-            parts += [summary, *map(block_of, section.folded), "</details>"]
-        if i == 0 and note:
-            parts.append(note)
-    return "\n\n".join(parts) + "\n"
+        folded = f"<details><summary>{text_of(section.summary)}</summary>\n\n{section.folded}\n\n</details>"
+        parts += [f"{'##' if i else '#'} {text_of(section.title)}", section.text, folded if section.folded else ""]
+        parts.append("" if i else note)
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def blocks_of(blocks: Iterable[Block]) -> Markdown:
+    """Paragraphs, lists, tables and other blocks, one below the other."""
+    return Markdown("\n\n".join(map(block_of, blocks)))
 
 
 def block_of(block: Block) -> str:
@@ -170,10 +177,10 @@ def block_of(block: Block) -> str:
     return _AT_START.sub(r"\1\\\2", text_of(block))
 
 
-def text_of(text: str) -> str:
+def text_of(text: object) -> str:
     r"""A text in one line, with what Markdown would read escaped.
 
     >>> text_of("cut at `a<b`, says <i> and [x](y)")
     'cut at `a<b`, says \\<i> and \\[x](y)'
     """
-    return _MARKUP.sub(lambda found: code(found["code"]) if found["code"] else f"\\{found[0]}", in_line(text))
+    return _MARKUP.sub(lambda match: code(match["code"]) if match["code"] else f"\\{match[0]}", in_line(str(text)))

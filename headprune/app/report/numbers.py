@@ -89,6 +89,12 @@ def device(environment: Environment, dtype: str) -> str:
     return f"{environment.device_name} ({environment.device}{threads}, {dtype})"
 
 
+def equality(difference: float, limit: float | None = None) -> str:
+    """How much outputs differ from others at most, in words, and the limit; "are exactly" for no difference."""
+    allowed = "" if limit is None else f" (allowed: {limit:.0e})"
+    return f"differ by at most {difference:.1e} of their largest value{allowed} from" if difference else "are exactly"
+
+
 def with_more(text: str, *more: str) -> str:
     """A figure with others in brackets, if there are any."""
     inside = "; ".join(filter(None, more))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from headprune.app.documents import BudgetResult, Latencies, Measured, Metrics
 from headprune.app.report.numbers import mean_of
@@ -16,13 +15,9 @@ TOLERATED = {"accuracy": 0.025}
 TOLERATED_SHARE = 0.05
 
 
-class Conclusion(Enum):
-    """What can be said of a run's heads."""
-
-    CAN_GO = "a loss above the margin is ruled out"
-    UNSURE = "no loss was measured, but there are too few examples to rule out one above the margin"
-    COSTS = "every plan loses something measurable, and a loss above the margin is not ruled out"
-    GUESSING = "the dense model is no better than guessing"
+# What can be said of a run's heads: a loss above the margin is ruled out; or none was measured, but there are too few examples to rule one
+# out; or every plan loses something measurable; or the dense model is no better than guessing.
+CAN_GO, UNSURE, COSTS, GUESSING = "can go", "unsure", "costs", "guessing"
 
 
 @dataclass(frozen=True)
@@ -30,12 +25,13 @@ class Verdict:
     """What a run comes to.
 
     Attributes:
+        conclusion: ``CAN_GO``, ``UNSURE``, ``COSTS`` or ``GUESSING``.
         budget: The pruned model that this is about: the recommended one, or the one that loses least.
         recommended: Whether it is recommended.
         tolerated: The loss that a recommendation must rule out, in the unit of `loss_within`.
     """
 
-    conclusion: Conclusion
+    conclusion: str
     budget: BudgetResult
     recommended: bool
     tolerated: float
@@ -48,10 +44,10 @@ def judge(metrics: Metrics) -> Verdict:
     budget was itself a limit of what is lost, that limit is the margin, on the reporting part.
     """
     if _guesses(metrics):
-        return Verdict(Conclusion.GUESSING, _mildest(metrics, metrics.budgets), False, _margin(metrics))
-    for conclusion in (Conclusion.CAN_GO, Conclusion.UNSURE, Conclusion.COSTS):
-        if budgets := [b for b in metrics.budgets if _conclusion(metrics, b) is conclusion]:
-            recommended = conclusion is Conclusion.CAN_GO
+        return Verdict(GUESSING, _mildest(metrics, metrics.budgets), False, _margin(metrics))
+    for conclusion in (CAN_GO, UNSURE, COSTS):
+        if budgets := [b for b in metrics.budgets if _conclusion(metrics, b) == conclusion]:
+            recommended = conclusion == CAN_GO
             budget = min(budgets, key=lambda b: b.kept) if recommended else _mildest(metrics, budgets)
             return Verdict(conclusion, budget, recommended, _limit(metrics, budget))
     raise ValueError("no budgets")
@@ -131,10 +127,10 @@ def headline_row(latency: Latencies) -> LatencyRow:
     return min(rows, key=lambda row: abs(row.length - latency.typical_length))
 
 
-def _conclusion(metrics: Metrics, budget: BudgetResult) -> Conclusion:
+def _conclusion(metrics: Metrics, budget: BudgetResult) -> str:
     if loss_within(metrics, budget.change) <= _limit(metrics, budget):
-        return Conclusion.CAN_GO
-    return Conclusion.COSTS if budget.change.verdict == "worse" else Conclusion.UNSURE
+        return CAN_GO
+    return COSTS if budget.change.verdict == "worse" else UNSURE
 
 
 def _limit(metrics: Metrics, budget: BudgetResult) -> float:

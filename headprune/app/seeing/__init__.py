@@ -70,12 +70,9 @@ def of_image(loaded: LoadedModel, path: Path) -> dict[str, Any]:
     try:
         with Image.open(path) as opened:
             image = opened.convert("L" if getattr(loaded.config, "num_channels", 3) == 1 else "RGB")
-    except FileNotFoundError:
-        raise HeadPruneError(f"There is no file {path}.", "Give an image file.") from None
     except Exception as error:
-        raise HeadPruneError(
-            f"{path} cannot be read as an image: {first_line(error)}.", "Give a PNG or JPEG."
-        ) from error
+        hint = "Give a PNG or JPEG that is there."
+        raise HeadPruneError(f"{path} cannot be read as an image: {first_line(error)}.", hint) from error
     return dict(loaded.processor(images=image, return_tensors="pt"))
 
 

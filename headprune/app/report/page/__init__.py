@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from headprune.amounts import visible
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Documents, Section, Strong, Table, block_of
+from headprune.app.report.content import Documents, Section, Strong, Table, block_of, blocks_of
 from headprune.app.report.sections.heads import basis
 from headprune.app.report.sections.opening import loading
 from headprune.scoring.scores import HeadScores
@@ -37,8 +37,8 @@ def render(documents: Documents, sections: Sequence[Section], pictures: Mapping[
         title=visible(sections[0].title),
         opening=opening,
         sections=Markup("").join(others),
-        heads=_html([_heads(documents)], "Table of all heads", {}),
-        explained=_html([Strong(f"{s.method}:", basis(s)) for s in documents.rankings], "", {}),
+        heads=_html(block_of(_heads(documents)), "Table of all heads", {}),
+        explained=_html(blocks_of(Strong(f"{s.method}:", basis(s)) for s in documents.rankings), "", {}),
         data=_plain(_sizes(documents) | _attention(documents)),
     )
 
@@ -64,7 +64,7 @@ _VERDICTS = {"better": "good", "faster": "good", "worse": "bad", "slower": "bad"
 
 def _section(section: Section, pictures: Mapping[str, bytes], heading: str) -> Markup:
     title = visible(section.title)
-    inside = _html(section.blocks, f"{title}, part", pictures)
+    inside = _html(section.text, f"{title}, part", pictures)
     if section.folded:
         folded = _html(section.folded, f"{title}, detail", pictures)
         inside += Markup("<details><summary>{}</summary>{}</details>").format(section.summary, folded)
@@ -72,8 +72,8 @@ def _section(section: Section, pictures: Mapping[str, bytes], heading: str) -> M
     return Markup(form).format(re.sub(r"\W+", "-", title.lower()).strip("-"), title, title, inside)
 
 
-def _html(blocks: Sequence[Block], label: str, pictures: Mapping[str, bytes]) -> Markup:
-    """Blocks by their Markdown; tables and pictures in a frame with this label, in which they can be scrolled."""
+def _html(text: str, label: str, pictures: Mapping[str, bytes]) -> Markup:
+    """A report's Markdown as HTML; tables and pictures in a frame with this label, in which they can be scrolled."""
     count = itertools.count(1)
 
     def framed(inside: str) -> str:
@@ -81,18 +81,18 @@ def _html(blocks: Sequence[Block], label: str, pictures: Mapping[str, bytes]) ->
             f'<div class="scroll" role="region" aria-label="{escape(label)} {next(count)}" tabindex="0">{inside}</div>'
         )
 
-    def picture(found: re.Match[str]) -> str:
-        file = pictures[found["file"]]
+    def picture(match: re.Match[str]) -> str:
+        file = pictures[match["file"]]
         width = round(
             0.8 * int.from_bytes(file[16:20], "big")
         )  # a PNG's; so that its letters are as large as the text's
         source = f"data:image/png;base64,{base64.b64encode(file).decode()}"
-        return framed(f'<img class="figure" width="{width}" src="{source}" alt="{found["alt"]}">')
+        return framed(f'<img class="figure" width="{width}" src="{source}" alt="{match["alt"]}">')
 
-    html = _SMALLER.sub(r"\1 <small>\2</small>", _MARKDOWN.render("\n\n".join(map(block_of, blocks))))
+    html = _SMALLER.sub(r"\1 <small>\2</small>", _MARKDOWN.render(text))
     for word, tone in _VERDICTS.items():
         html = html.replace(f"<td>{word}</td>", f'<td class="{tone}">{word}</td>')
-    html = re.sub(r"<table>.*?</table>", lambda found: framed(found[0]), html, flags=re.DOTALL)
+    html = re.sub(r"<table>.*?</table>", lambda match: framed(match[0]), html, flags=re.DOTALL)
     return Markup(re.sub(r'<p><img src="(?P<file>[^"]*)" alt="(?P<alt>[^"]*)" /></p>', picture, html))
 
 

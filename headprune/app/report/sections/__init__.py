@@ -1,24 +1,62 @@
-"""The report's sections, one file a topic: functions from the run's documents to a `Section`, or to None where there is nothing to say."""
+"""The report's sections, by the template report.md.j2; the files beside this one have its tables, its figures and what takes more than a template."""
 
 from __future__ import annotations
 
-from headprune.app.report.content import Documents, Section
-from headprune.app.report.sections.heads import agreement, importance, removed, roles
-from headprune.app.report.sections.measured import all_metrics, engines, generation, latency, other_data, time
-from headprune.app.report.sections.opening import opening
-from headprune.app.report.sections.plans import choice, trade_off
-from headprune.app.report.sections.trust import reproduce, trust
+import functools
+import re
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
 
-FIRST = (opening, trust)
-"""Of every run, as functions of all its documents. The first screen is for readers who know nothing yet."""
-PRUNED = (other_data, all_metrics, choice, trade_off, latency, time, generation, engines, removed)
-"""Of runs that pruned, as functions of run.json and metrics.json."""
-LAST = (importance, agreement, roles, reproduce)
+import jinja2
+
+from headprune import latency
+from headprune.amounts import code
+from headprune.app.report import content, numbers, verdict
+from headprune.app.report.content import Block, Documents, Figure, Markdown, Section, blocks_of, text_of
+from headprune.app.report.sections import heads, measured, opening, plans, trust
+
+TEMPLATE = (resources.files("headprune.app.report") / "report.md.j2").read_text("utf-8")
+ROOMS = {
+    "content": content, "numbers": numbers, "verdict": verdict, "of_heads": heads, "measured": measured, "opening": opening,
+    "plans": plans, "trust": trust, "latency": latency,
+}  # fmt: skip
+"""What the template may call."""
+_FOLD = "\x1e"  # which no text holds once it is escaped
 
 
-def sections_of(documents: Documents) -> list[Section]:
-    """All that a report says, in its order."""
-    run, metrics = documents.run, documents.metrics
-    pruned = [make(run, metrics) for make in PRUNED] if metrics is not None else []
-    sections = [*(make(documents) for make in FIRST), *pruned, *(make(documents) for make in LAST)]
-    return [section for section in sections if section is not None]
+def sections_of(documents: Documents) -> tuple[list[Section], list[Figure]]:
+    """All that a report says, in its order, and the figures in it."""
+    sections: list[Section] = []
+    figures: list[Figure] = []
+
+    def section(title: str, caller: Callable[[], str]) -> str:
+        text, summary, folded = (*caller().split(_FOLD), "", "")[:3]
+        sections.append(Section(title, _tidy(text), summary, _tidy(folded)))
+        return ""
+
+    def show(*blocks: Block) -> Markdown:
+        figures.extend(block for block in blocks if isinstance(block, Figure))
+        return blocks_of(blocks)
+
+    _template(TEMPLATE).render(ROOMS, documents=documents, section=section, show=show)
+    return sections, figures
+
+
+@functools.cache
+def _template(text: str) -> jinja2.Template:
+    """The template; what it prints is escaped, unless it is Markdown already."""
+
+    def escaped(value: Any) -> str:
+        return value if isinstance(value, Markdown) else text_of(value)
+
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
+    environment = jinja2.Environment(finalize=escaped, **options)
+    environment.filters["commas"] = "{:,}".format
+    environment.globals |= {"code": code, "fold": lambda summary: Markdown(f"{_FOLD}{summary}{_FOLD}")}
+    return environment.from_string(text)
+
+
+def _tidy(text: str) -> str:
+    """Markdown without the template's line ends within a paragraph, and with one empty line between paragraphs."""
+    return re.sub(r"\n{2,}", "\n\n", re.sub(r"\n +(?=\S)", " ", text)).strip()

@@ -1,4 +1,4 @@
-"""How important every head is, how far the scoring methods agree, what the heads do, and which ones went."""
+"""Tables and pictures of heads: how important each is, how far the methods agree, what the heads do, and which ones went."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from headprune.app.report.content import (
     Block,
     Documents,
     Figure,
-    Section,
     Strong,
     Table,
     capital,
@@ -32,20 +31,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 
-def importance(documents: Documents) -> Section | None:
-    """Every score: a map, and what each method means."""
-    if not documents.scores:
-        return None
-    blocks: list[Block] = []
-    if documents.metrics is not None:
-        blocks += [
-            picture(documents),
-            "A score is of one head's removal while all others stay, and a plan removes many. So a head whose work others can do may score low "
-            "(a light cell) and yet be kept; close scores may swap places by chance.",
-        ]
-    blocks += [Strong(f"{s.method}:", f"{basis(s)}{_harmful(s)}") for s in documents.rankings]
-    blocks.append("All values are in `scores.json`, and in the table of heads in `report.html`.")
-    return Section("Importance", (), "Every score: a map, and what it means", blocks)
+def importance(rankings: Sequence[HeadScores]) -> list[Block]:
+    """What each method's scores mean."""
+    return [Strong(f"{s.method}:", f"{basis(s)}{_harmful(s)}") for s in rankings]
 
 
 def method_line(method: str) -> str:
@@ -121,14 +109,6 @@ def _heat_map(axis: Any, scores: HeadScores, drop: Mapping[str, Sequence[int]]) 
     bar.set_label(scores.unit.split(",")[0].split(" when ")[0], fontsize=8)
 
 
-def agreement(documents: Documents) -> Section | None:
-    """How far the methods agree on which heads matter."""
-    if not (table := agreement_table(documents.scores)):
-        return None
-    sentence = "Rank correlations over all heads, and the share of their upper half that both methods name."
-    return Section("Agreement of the methods", (), "How far the methods agree on which heads matter", [table, sentence])
-
-
 def agreement_table(scores: Sequence[HeadScores]) -> Table | None:
     """Every pair of methods, from the most alike down; those that cannot be compared last. None with a single method."""
     pairs = agreements(scores)
@@ -147,35 +127,13 @@ def _rank(correlation: float) -> str:
     return "–" if correlation != correlation else f"{correlation:.2f}"
 
 
-def roles(documents: Documents) -> Section | None:
-    """Where each head looks, and which roles the removed heads had."""
-    heads, metrics = documents.heads, documents.metrics
-    if heads is None:
-        return None
-    blocks: list[Block] = []
-    if heads.samples:
-        budget = verdict.judge(metrics).budget if metrics is not None else None
-        sample = heads.samples[-1]
-        draw = partial(figure_of_all, heads, sample, budget.drop if budget else None)
-        text = f" ({code(sample.title)})" if sample.title else ""
-        crosses = f" Crosses: the heads removed to keep {budget.kept}." if budget else ""
-        blocks += [
-            Figure("heads.png", "attention of every head on one example", draw),
-            f"Every head of the dense model on one example{text}: queries downwards, keys to the right, darker for larger weights (square "
-            f"root); the frame is the head's role.{crosses}",
-        ]
-    repeated = f"; induction: over {heads.repeated} repeated sequences of random tokens" if heads.repeated else ""
-    blocks += [
-        _role_table(metrics, heads),
-        f"Means over {heads.tokens:,} {heads.unit} of {heads.examples} examples of the scoring part{repeated}. A role describes where a "
-        "head attends, by its attention weights alone, not what it is for (headprune's `docs/heads.md`; all figures: `heads.json`).",
-    ]
-    if unseen := [layer.unseen for layer in heads.layers if layer.unseen]:
-        blocks.append(f"The weights of {len(unseen)} layer{'s' * (len(unseen) != 1)} cannot be seen: {unseen[0]}")
-    return Section("What the heads do", (), "Where each head looks, and what the removed heads did", blocks)
+def attention(heads: Heads, budget: BudgetResult | None) -> Figure:
+    """What every head attends to in the last sample; crosses mark the heads that the budget's plan removes."""
+    draw = partial(figure_of_all, heads, heads.samples[-1], budget.drop if budget else None)
+    return Figure("heads.png", "attention of every head on one example", draw)
 
 
-def _role_table(metrics: Metrics | None, heads: Heads) -> Table:
+def role_table(metrics: Metrics | None, heads: Heads) -> Table:
     """The roles, those of most heads first."""
     budgets = verdict.largest_first(metrics) if metrics is not None else []
     rows = []
@@ -185,7 +143,7 @@ def _role_table(metrics: Metrics | None, heads: Heads) -> Table:
     return Table(("role", "heads", *(f"removed to keep {b.kept}" for b in budgets), "clearest example"), rows)
 
 
-def removed(run: Run, metrics: Metrics) -> Section:
+def removed(run: Run, metrics: Metrics) -> list[Block]:
     """The heads that went, by layer, and the folders of the models without them."""
     budgets = verdict.largest_first(metrics)
     layers = []
@@ -201,9 +159,8 @@ def removed(run: Run, metrics: Metrics) -> Section:
     emptied = "These layers lost all their heads, but keep one head (or group) with zero output for the cache: "
     ghosts = [[f"{emptied}{', '.join(map(code, b.proof.ghosts))}."] * bool(b.proof.ghosts) for b in budgets]
     notes = [(b.kept, [*empty, *b.notes]) for b, empty in zip(budgets, ghosts, strict=True)]
-    blocks: list[Block] = [
+    return [
         Table(("layer", *(f"removed to keep {b.kept}" for b in budgets)), layers),
         Table(("heads kept", "chosen by", "saved in", "size in all", "loads with"), folders),
         *notes_by_size(notes),
     ]  # fmt: skip
-    return Section("Heads removed", (), "The heads that went, by layer, and the saved folders", blocks)

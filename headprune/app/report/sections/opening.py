@@ -9,9 +9,9 @@ from fractions import Fraction
 from headprune.amounts import code, head_count
 from headprune.app.documents import BudgetResult, Metrics, Run
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Bullets, CommandLines, Documents, Section, Strong, capital, listed
+from headprune.app.report.content import Block, Bullets, CommandLines, Documents, Strong, capital, listed
 from headprune.app.report.sections import plans
-from headprune.app.report.sections.heads import method_line, picture
+from headprune.app.report.sections.heads import method_line
 from headprune.app.report.sections.trust import cautions, shortened
 from headprune.evaluation import Change
 from headprune.scoring.scores import HeadScores
@@ -23,38 +23,21 @@ _SHARES = {
 _REFITTED = "the kept heads' weights refitted by least squares"
 
 
-def opening(documents: Documents) -> Section:
-    """The report's first section, which has the report's title."""
-    run, metrics = documents.run, documents.metrics
-    title = f"Attention heads of {numbers.name_of(run.options.model)}"
-    if metrics is None:
-        return Section(title, _of_scores(documents))
-    lines = [
-        rule(metrics),
-        over_random_line(metrics),
-        usage(run, metrics),
-        precision(run, metrics),
-        *budget_lines(metrics),
-    ]
-    return Section(title, [*summary(run, metrics), Bullets([*filter(None, lines)]), plans.picture(metrics)])
-
-
 def summary(run: Run, metrics: Metrics) -> list[Block]:
     """The verdict, what a reader must know before believing it, and the table of plans."""
     warnings = [Strong("Caution:", text) for text in cautions(run, metrics)]
     return [Strong(headline(run, metrics)), *warnings, plans.table(metrics)]
 
 
-def _of_scores(documents: Documents) -> list[Block]:
-    run = documents.run
-    where = f" -o {shlex.quote(run.folder)}" if run.folder else ""
-    warning = shortened(run.parts.score, "scored")
-    return [
-        Strong("Nothing is pruned yet: this run has only scored the heads.", "Next, to keep half of them:"),
-        CommandLines([f"headprune prune --keep 50%{where}"]),
-        *[picture(documents)] * bool(documents.scores),
-        Bullets([*map(_extremes, documents.rankings), *[Strong("Caution:", warning)] * bool(warning)]),
-    ]
+def next_command(run: Run) -> CommandLines:
+    """What to type to prune, once heads are scored."""
+    return CommandLines([f"headprune prune --keep 50%{f' -o {shlex.quote(run.folder)}' if run.folder else ''}"])
+
+
+def scored(documents: Documents) -> Bullets:
+    """The heads that matter most and least, and a caution."""
+    warning = shortened(documents.run.parts.score, "scored")
+    return Bullets([*map(_extremes, documents.rankings), *[Strong("Caution:", warning)] * bool(warning)])
 
 
 def _extremes(scores: HeadScores) -> str:
@@ -76,7 +59,7 @@ def headline(run: Run, metrics: Metrics) -> str:
     dense, pruned = (numbers.value(m.metrics[metric], metric) for m in (metrics.dense, b.pruned))
     cost, speed = _cost(b.change, metric), _speed(run, metrics, b)
     heads, beside = _heads(b), _beside(b)
-    if result.conclusion is verdict.Conclusion.GUESSING:
+    if result.conclusion == verdict.GUESSING:
         level = numbers.value(metrics.dense.guessing or 0.0, metric)
         return (
             f"The dense model is no better than guessing ({metric} {dense}; a model that knows nothing has {level}), so this run "
@@ -84,10 +67,10 @@ def headline(run: Run, metrics: Metrics) -> str:
         )
     possible = f"a loss of up to {numbers.loss(b.change, metric)} is possible"
     against = f"{metric} {pruned} against {dense} ({cost}), {speed}"
-    if result.conclusion is verdict.Conclusion.UNSURE:
+    if result.conclusion == verdict.UNSURE:
         few = f"{b.change.examples:,} examples are too few to say whether heads can go"
         return f"{few}: without {heads}{beside}, {against}; {possible}."
-    if result.conclusion is verdict.Conclusion.COSTS:
+    if result.conclusion == verdict.COSTS:
         if len(metrics.budgets) > 1:
             return f"Every plan worsens the {metric}; the mildest removes {heads}{beside}: {against}."
         return f"Removing {heads} worsens the {metric}{beside}: {against}."
@@ -139,7 +122,7 @@ def _heads(budget: BudgetResult) -> str:
 def rule(metrics: Metrics) -> str:
     """By what rule a model is recommended, or why none is."""
     result = verdict.judge(metrics)
-    if result.conclusion is verdict.Conclusion.GUESSING:
+    if result.conclusion == verdict.GUESSING:
         return "None is recommended: the dense model is no better than guessing."
     set_by_user = " (your limit)" if verdict.limits_metric(metrics.budgets) else ""
     limit = f"a loss above {numbers.amount(result.tolerated, metrics.metric)}{set_by_user} is ruled out at 95 %"
@@ -213,15 +196,3 @@ def precision(run: Run, metrics: Metrics) -> str:
     if computed != "float32":
         return f"{text}."
     return f'{text}, as `headprune.load(folder).float()` gives, or `from_pretrained(folder, dtype="float32", …)`.'
-
-
-def budget_lines(metrics: Metrics) -> list[str]:
-    """What every budget asked for, and what its model was measured to cost; nothing where heads were just counted."""
-    lines = []
-    for b in verdict.largest_first(metrics):
-        limit = b.budget
-        if limit is not None and limit.parsed is not None and limit.reading is not None:
-            timed = limit.batch is not None
-            where = f" at {numbers.shape(limit)}, on a fresh measurement" if timed else ""
-            lines.append(f"Asked: {limit.parsed.result(b.kept, limit.reading, where)}")
-    return lines

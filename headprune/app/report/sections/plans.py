@@ -1,19 +1,18 @@
-"""What each size costs (the report's first table), and how the heads were chosen."""
+"""Tables and pictures of what each size costs, and of how the heads were chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headprune import amounts
-from headprune.amounts import code, head_count
-from headprune.app.documents import BudgetResult, Dense, Metrics, Run
+from headprune.amounts import head_count
+from headprune.app.documents import BudgetResult, Dense, Metrics
 from headprune.app.pictures import new_figure
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Bullets, Figure, Section, Strong, Table, capital
+from headprune.app.report.content import Bullets, Figure, Strong, Table
 from headprune.app.report.numbers import mean_of
 from headprune.planning import AUTO, STRATEGIES, abouts
 
@@ -115,59 +114,23 @@ def _draw(metrics: Metrics) -> Drawing:
     return figure
 
 
-def choice(run: Run, metrics: Metrics) -> Section | None:
-    """Which order of removal was used, and why."""
-    if metrics.planning.plan is not None:
-        return None
-    blocks: list[Block] = [
-        "An order ranks the heads for removal, so that every number of heads to keep gives a plan.",
-        Bullets([*_orders(metrics), *_settings(metrics)]),
-        *(_comparison(metrics) if metrics.planning.compared else ()),
-    ]
-    return Section("How the heads were chosen", (), "The orders of removal, and what decided between them", blocks)
-
-
-def _orders(metrics: Metrics) -> Iterator[Strong]:
+def orders(metrics: Metrics) -> Bullets:
     """What the names of orders mean that a report uses: each with what its strategy says of itself."""
     planning = metrics.planning
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
     by_scores = STRATEGIES.get("one-shot" if planning.strategy == AUTO else planning.strategy)
     known = {**abouts(), "random": "Heads drawn at random, the control."}
-    for name in dict.fromkeys(names):
-        if name in known:
-            yield Strong(f"{name}:", known[name])
-        elif name and name != "dense" and by_scores is not None:
-            about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}"
-            yield Strong(f"{name}:", f"By the scores of that name ({by_scores.name}): {about}")
+    about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}" if by_scores else ""
+    other = f"By the scores of that name ({by_scores.name}): {about}" if by_scores else ""
+    texts = {name: known.get(name, other) for name in names if name not in ("", "dense")}
+    return Bullets([Strong(f"{name}:", text) for name, text in texts.items() if text])
 
 
-def _settings(metrics: Metrics) -> Iterator[str]:
-    planning = metrics.planning
-    if planning.strategy:
-        yield f"The strategy of this run: {planning.strategy}."
-    if planning.protect:
-        yield f"Protected heads: {planning.protect}."
-    if planning.min_heads_per_layer:
-        yield f"Every layer keeps at least {planning.min_heads_per_layer} query heads."
-    for name, work in planning.work.items():
-        if work.left_out:
-            yield f"{name} was not tried: {work.left_out}. `--effort high` tries it."
-
-
-def _comparison(metrics: Metrics) -> Iterator[Block]:
+def comparison(metrics: Metrics) -> Table:
     """Every order's plans, those that keep most heads first. How many heads a plan keeps is said where the budget does not say it."""
-    planning, orders = metrics.planning, metrics.planning.compared
+    orders = metrics.planning.compared
     first = orders[0].plans
-    what = "loss" if first[0].divergence is None else "mean divergence (KL) from the dense model's answers"
-    repairs = " and the kept heads repaired layer by layer" if any(b.repair for b in metrics.budgets) else ""
-    drop = " Where budgets are drops, an order that needs fewer heads comes first." * verdict.limits_metric(
-        metrics.budgets
-    )
-    yield (
-        f"The run uses one order for all budgets, the best by {planning.judged_by or what}. Below: each plan's {what}, in nats, on the choosing "
-        f"part, heads masked{repairs}; lower is better.{drop}"
-    )
     places = sorted(range(len(first)), key=lambda i: -first[i].kept)
     rows = []
     for order in orders:
@@ -178,21 +141,15 @@ def _comparison(metrics: Metrics) -> Iterator[Block]:
             cells.append(numbers.with_more("–" if value is None else f"{value:.3g}", heads))
         rows.append((f"{order.order}{' (used)' * order.used}", *cells))
     strong = next((i for i, order in enumerate(orders) if order.used), None)
-    yield Table(("order", *(first[i].budget for i in places)), rows, strong)
+    return Table(("order", *(first[i].budget for i in places)), rows, strong)
 
 
-def trade_off(run: Run, metrics: Metrics) -> Section:
+def curve_table(metrics: Metrics) -> Table:
     """What every order gives at every number of heads, on the choosing part."""
-    metric, choose, repairs = metrics.metric, run.parts.choose, [b.repair for b in metrics.budgets if b.repair]
+    metric = metrics.metric
     points = [p for p in metrics.curve if p.method != "dense"]
     methods, rows = [*dict.fromkeys(p.method for p in points)], []
     for asked in sorted({p.asked for p in points}, reverse=True):
         draws = ([p.value for p in points if (p.method, p.asked) == (method, asked)] for method in methods)
         rows.append((str(asked), *(numbers.value(mean_of(d, metric), metric) if d else "–" for d in draws)))
-    last = ", but without the last step of repair" if any(r.answers for r in repairs) else ""
-    sentence = (
-        f"{capital(metric)} with heads masked{f' and the kept heads repaired{last}' if repairs else ''}, on the {choose.examples:,} choosing "
-        f"examples ({code(choose.split)}), so do not compare these values with the first table. Intervals: `curve` in `metrics.json`."
-    )
-    summary = "Every order of removal that was tried, on the choosing part"
-    return Section("Trade-off", (), summary, [sentence, Table(("heads kept", *methods), rows)])
+    return Table(("heads kept", *methods), rows)

@@ -1,4 +1,4 @@
-"""What a reader must know before believing the headline, why the figures can be believed, and how to make them again."""
+"""What a reader must know before believing the headline, and how to make the run again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from headprune.amounts import code, head_count
 from headprune.app.documents import Examples, Metrics, Run
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Bullets, CommandLines, Documents, Section
+from headprune.app.report.content import Bullets, CommandLines
 from headprune.uncertainty import FEW
 
 
@@ -81,82 +81,15 @@ def _carried_by_few(metrics: Metrics) -> Iterator[str]:
             )
 
 
-def trust(documents: Documents) -> Section:
-    """What an engineer asks before believing a figure."""
-    run, metrics = documents.run, documents.metrics
+def notes(run: Run) -> Bullets:
+    """The columns of the data, what was guessed or left out, and the layers that cannot be pruned."""
     columns = ", ".join(f"{what} = {code(name)}" for what, name in run.columns.items())
     fixed = (
         f"{code(layer.name)} cannot be pruned: {layer.reason}." for layer in run.model.layers if not layer.prunable
     )
-    lines = [_model(documents), _parts(documents)]
-    if metrics is not None:
-        lines += _evidence(metrics)
-    notes = Bullets([f"Columns: {columns}.", *run.notes, *fixed])
-    return Section("Why trust these figures", [Bullets(lines)], "Columns of the data, and notes on this run", [notes])
+    return Bullets([f"Columns: {columns}.", *run.notes, *fixed])
 
 
-def _model(documents: Documents) -> str:
-    run, model = documents.run, documents.run.model
-    layers = len(model.layers)
-    return (
-        f"The model: {code(run.options.model)}, {code(model.class_name)}, {model.task}, {model.parameters:,} parameters, {model.heads} "
-        f"heads in {layers} attention layer{'s' * (layers != 1)}. The data: {code(run.options.data.dataset)}. Made by headprune "
-        f"{run.environment.headprune} on {run.when}, {numbers.device(run.environment, model.dtype)}."
-    )
-
-
-def _parts(documents: Documents) -> str:
-    """How many examples were used for what."""
-    cut, metrics = documents.run.parts, documents.metrics
-    score, choose, report = (f"{p.examples:,} ({code(p.split)})" for p in (cut.score, cut.choose, cut.report))
-    if metrics is None:
-        return (
-            f"The scores are from {cut.score.examples:,} examples ({code(cut.score.split)}). Two other parts, which share no example and no "
-            f"input with them, are set aside for pruning: {choose} to choose between plans, and {report} to report on."
-        )
-    own = metrics.planning.plan is not None
-    uses = ["score the heads"] * (not own) + ["fit the repair"] * any(b.repair is not None for b in metrics.budgets)
-    split = ", which was split for this" if cut.report.split in (cut.choose.split, cut.score.split) else ""
-    return (
-        f"Three parts of the data share no example and no input: {score} {' and '.join(uses) or 'are not used'}, {choose} "
-        f"{'are used for the curve only' if own else 'choose between plans'}, and every figure above comes from "
-        f"{cut.report.examples:,} others ({code(cut.report.split)}{split})."
-    )
-
-
-def _evidence(metrics: Metrics) -> Iterator[str]:
-    budgets, proofs = metrics.budgets, [b.proof for b in metrics.budgets]
-    proof = _equality(max(p.difference for p in proofs), f" (allowed: {proofs[0].tolerance:.0e})")
-    yield (
-        f"The heads are really removed: parameters and FLOPs shrink, and on {min(p.inputs for p in proofs)} inputs each pruned model's "
-        f"outputs {proof} those of the same model with these heads masked. All figures are of the saved folder, loaded again; its outputs "
-        f"{_equality(max(p.reload_difference for p in proofs))} those of the model in memory."
-    )
-    paired = (
-        "Changes are paired: dense and pruned model on the same examples; interval, p and verdict come from one test"
-    )
-    yield f"{paired} (`headprune.uncertainty`). “No measurable change”: the 95 % interval contains 0."
-    chance = ", and the draws' mean by more than chance" if any(b.over_random for b in budgets) else ""
-    yield (
-        f"Random heads: {len(budgets[0].random)} draws of as many heads, repaired as the heads they are compared with were. Chosen heads count "
-        f"as better only if they beat every draw{chance}."
-    )
-    bound = " So was the limit that no plan can exceed: the model with every prunable head removed."
-    rounds = min(timing.runs for row in metrics.latency.rows for timing in row.timings.values())
-    yield f"Dense and pruned models were timed in turn, for at least {rounds} rounds.{bound if metrics.latency.bound else ''}"
-
-
-def _equality(difference: float, limit: str = "") -> str:
-    """In words, how much outputs differ from others: "are exactly" for no difference."""
-    near = f"differ by at most {difference:.1e} of their largest value{limit} from"
-    return near if difference else "are exactly"
-
-
-def reproduce(documents: Documents) -> Section:
+def commands(run: Run) -> CommandLines:
     """What to type to make the run again."""
-    run, environment = documents.run, documents.run.environment
-    took = " and ".join(f"{seconds:,.0f} s" for seconds in run.seconds)
-    versions = f"Python {environment.python}, torch {environment.torch}, transformers {environment.transformers}, {environment.system}"
-    repeats = "Scores, plans and metrics repeat from the seed; timings do not."
-    facts = f"Took {took}. {versions}; seed {run.options.seed}; model fingerprint `{run.model.fingerprint}`. {repeats}"
-    return Section("Reproduce", [CommandLines([*dict.fromkeys(map(numbers.to_repeat, run.commands))]), facts])
+    return CommandLines([*dict.fromkeys(map(numbers.to_repeat, run.commands))])
