@@ -14,6 +14,7 @@ same place find that out; an error in one of them is raised in all; and a rank t
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
+from importlib import import_module
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -312,9 +314,6 @@ def _use(ranks: Ranks) -> Iterator[None]:
 
 # -- how processes come together ---------------------------------------------------------------------
 
-_groups: dict[Any, Any] = {}
-"""Groups for messages, by the program's own default group."""
-
 
 @contextmanager
 def accelerator_ranks(accelerator: Accelerator | None) -> Iterator[Ranks]:
@@ -335,11 +334,10 @@ def accelerator_ranks(accelerator: Accelerator | None) -> Iterator[Ranks]:
     if size == 1:
         yield ALONE
         return
-    world = dist.group.WORLD
-    if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    with Ranks(dist.get_rank(), size, _groups[world]).run_together() as ranks:
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    with Ranks(dist.get_rank(), size, group).run_together() as ranks:
         yield ranks
+    dist.destroy_process_group(group)  # as below
 
 
 @contextmanager
@@ -359,6 +357,9 @@ def launcher_ranks() -> Iterator[Ranks]:
     devices = torch.cuda.device_count()
     if devices:
         torch.cuda.set_device(local % devices)
+    # The default group is the default argument of this module's functions. transformers imports it when it loads a model: with a group
+    # there by then, it would keep that for ever.
+    import_module("torch.distributed.nn.functional")
     # For trainings: NCCL sums gradients, where every process has a device of its own.
     backend = "cpu:gloo,cuda:nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", size)) <= devices else "gloo"
     try:
@@ -371,7 +372,10 @@ def launcher_ranks() -> Iterator[Ranks]:
         ) from error
     with ranks.run_together():
         yield ranks
-    dist.destroy_process_group()  # not after an error: it would wait for the others
+    # A thread of gloo's that still runs when the interpreter ends may release the tensors of the last message then, which needs the
+    # interpreter: the process would abort. The last reference to a group ends its threads. Not after an error: it would wait for the others.
+    dist.destroy_process_group()
+    gc.collect()  # DistributedDataParallel has references to it
 
 
 def place() -> tuple[int, int, int] | None:

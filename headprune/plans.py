@@ -16,7 +16,7 @@ from headprune.documents import Count
 from headprune.errors import HeadPruneError
 from headprune.files import read_json, write_json
 from headprune.fingerprint import fingerprint, has_identity, identity
-from headprune.pruned import note_was_repaired
+from headprune.pruned import add_record
 
 Keep = int | float | str
 
@@ -161,7 +161,7 @@ def note_repaired(model: nn.Module, dense: tuple[str, ...], drop: Heads) -> None
         dense: Fingerprints of the model before, any of which a plan may name.
     """
     model.__dict__[_REPAIRED] = RepairNote(dense, fingerprint(model), drop)
-    note_was_repaired(model)
+    add_record(model, {"repaired": True})
 
 
 def keep_of(keep: Keep) -> int | float:

@@ -38,7 +38,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -73,8 +73,8 @@ class Store:
         self.folder, self._say = folder, say
         self._memory: dict[str, Any] = {}
         self._began = time.monotonic()
-        entries = map(_read, folder.glob(f"*{SUFFIX}") if folder else ())
-        self.seconds = max((entry.seconds for entry in entries if entry), default=0.0)
+        files = map(_read, folder.glob(f"*{SUFFIX}") if folder else ())
+        self.seconds = max((file[0]["seconds"] for file in files if file), default=0.0)
 
     def keyed(self, name: str, *facts: Any) -> Store:
         """The store of one computation, in a folder of its own; in memory, if this one is.
@@ -183,10 +183,10 @@ class Store:
         """What is kept under a name, alone in a tuple; () if there is nothing, or a damaged file."""
         if self.folder is None:
             return (self._memory[name],) if name in self._memory else ()
-        entry = _read(self._path(name))
         with suppress(Exception):  # whatever it holds: it is made again
-            if entry is not None and entry.name == name:
-                return (_restored(entry.value, tensors_of(entry.tensors)),)
+            head, tensors = _read(self._path(name)) or ({}, b"")
+            if head["name"] == name:
+                return (_restored(head["value"], tensors_of(tensors)),)
         return ()
 
     def _path(self, name: str) -> Path:
@@ -195,23 +195,14 @@ class Store:
         return self.folder / f"{words}-{hashlib.sha256(name.encode()).hexdigest()[:12]}{SUFFIX}"
 
 
-class _Entry(NamedTuple):
-    """What a file of `Store.keep` says."""
-
-    name: str
-    seconds: float
-    value: Any
-    tensors: bytes
-
-
-def _read(path: Path) -> _Entry | None:
-    """What a file says; None if there is none, or a damaged one."""
+def _read(path: Path) -> tuple[dict[str, Any], bytes] | None:
+    """A file's name, seconds and value, and the bytes of its tensors; None if there is none, or a damaged one."""
     with suppress(OSError, LookupError, TypeError, ValueError, RecursionError):
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() == content[:32]:
             line, _, tensors = content[32:].partition(b"\n")
             head = json.loads(line)
-            return _Entry(head["name"], float(head["seconds"]), head["value"], tensors)
+            return {**head, "seconds": float(head["seconds"])}, tensors
     return None
 
 

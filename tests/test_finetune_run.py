@@ -39,12 +39,7 @@ def _prune_by_hand(
         processor, ids = tf.AutoTokenizer.from_pretrained(source), torch.arange(10, 22).reshape(2, 6)
         example = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     hp.prune(model, {f"L{layer}": heads for layer, heads in removed.items()}, example)
-    names = {
-        "SequenceClassification": "sequence-classification",
-        "CausalLM": "causal-lm",
-        "ImageClassification": "image-classification",
-    }
-    about = {"task": names[task], "from": str(source)}
+    about = {"task": re.sub(r"(?<=[a-z])(?=[A-Z])", "-", task).lower(), "from": str(source)}
     hp.save(model, folder / "pruned-4", processor=processor, about=about, example=example)
 
 
@@ -227,12 +222,17 @@ def test_more_mistakes(pruned_here: Path, data_folder: Path) -> None:
     lone = pruned_here.parent / "lone"
     shutil.copytree(pruned_here / "pruned-4", lone)
     assert "Name the dataset with -d" in run("finetune", lone, code=1).stderr
-    sidecar = opened(lone / "headprune.json")
-    sidecar["about"]["from"] = "gone/away"
-    (lone / "headprune.json").write_text(json.dumps(sidecar))
+    renamed(lone, "gone/away")
     assert "--teacher" in run("finetune", lone, "-d", data_folder, code=1).stderr
     shutil.copytree(pruned_here / "pruned-4", pruned_here / "pruned-3")
     assert "2 pruned models (pruned-3, pruned-4)" in run("finetune", pruned_here, code=1).stderr
+
+
+def renamed(folder: Path, source: str) -> None:
+    """Another dense model's name in a pruned folder."""
+    sidecar = opened(folder / "headprune.json")
+    sidecar["about"]["from"] = source
+    (folder / "headprune.json").write_text(json.dumps(sidecar))
 
 
 @pytest.mark.parametrize("part", ["weights", "config"])
@@ -243,9 +243,7 @@ def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_fol
     document = opened(pruned_here / "run.json")
     document["options"]["model"] = str(source)
     (pruned_here / "run.json").write_text(json.dumps(document))
-    sidecar = opened(pruned_here / "pruned-4" / "headprune.json")
-    sidecar["about"]["from"] = str(source)
-    (pruned_here / "pruned-4" / "headprune.json").write_text(json.dumps(sidecar))
+    renamed(pruned_here / "pruned-4", str(source))
     if part == "weights":
         model = tf.AutoModelForSequenceClassification.from_pretrained(source)
         with torch.no_grad():

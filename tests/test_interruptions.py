@@ -2,11 +2,9 @@
 
 import errno
 import json
-import random
 import shutil
 import signal
-import time
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,9 @@ import pytest
 import transformers as tf
 
 import headprune as hp
-from headprune.app.folders import Folder, claimed
-from headprune.app.runs import RunFolder
-from headprune.errors import Stopped
-from headprune.files import read_json, write_json
 from tests.support.commands import run
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
-from tests.support.interrupted import Processes
+from tests.support.interrupted import COSTS, Processes
 from tests.support.zoo import randomise
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
@@ -44,40 +38,27 @@ def copy(tiny: Path, folder: Path) -> Path:
     return folder
 
 
-COSTS = (
-    "seconds",
-    "passes",
-    "latency",
-    "time",
-    "generation",
-    "environment",
-    "when",
-    "resumed",
-    "commands",
-    "checksum",
-    "checksums",
-)
-
-
-def told(value: Any) -> Any:
+def without_costs(value: Any) -> Any:
     """A document without what it says of time and effort."""
     if isinstance(value, dict):
-        return {k: told(v) for k, v in value.items() if k not in COSTS}
+        return {k: without_costs(v) for k, v in value.items() if k not in COSTS}
     if isinstance(value, list):
-        return [told(v) for v in value if not (isinstance(v, str) and "forward passes" in v)]
+        return [without_costs(v) for v in value if not (isinstance(v, str) and "forward passes" in v)]
     return value
 
 
 def results_of(folder: Path) -> dict[str, Any]:
     """All that a run gave: documents, bytes of checkpoints, names of the rest."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_file():
             document = path.suffix == ".json" and not name.startswith("pruned")
             whole = name.startswith("pruned") and path.name != "README.md"  # the card says times
-            found[name] = told(json.loads(path.read_text())) if document else path.read_bytes() if whole else None
-    return found
+            results[name] = (
+                without_costs(json.loads(path.read_text())) if document else path.read_bytes() if whole else None
+            )
+    return results
 
 
 PRUNE = ["prune", "m", "-d", "d", "-k", "2", "-k", "1", "-m", "gradient"]
@@ -109,7 +90,7 @@ def test_killed_again_and_again(processes: Processes, tiny: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_killed_at_every_rename_of_the_publication(
+def test_killed_at_renames_of_the_publication(
     processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     """Over an older run. Up to the first of them that is whole, then the new one is, whoever looks first."""
@@ -128,18 +109,14 @@ def test_killed_at_every_rename_of_the_publication(
     (count,) = processes.run({"cwd": str(copy(here, tmp_path / "n")), "arguments": command})
     first, last = commit(count), count["renames"]
     assert last - first > 8  # the documents, two models, the journal
-    for stop in range(first - 2, last + 1):
+    for stop in (first - 1, first, first + 1, (first + last) // 2, last):
         one = copy(here, tmp_path / f"at-{stop}")
         (killed,) = processes.run({"cwd": str(one), "arguments": command, "stop": stop, "signal": KILL})
         assert killed["status"] == -KILL, (stop, killed["stderr"])
         folder = one / "reports" / "m-1"
+        assert (folder / "plan-3.json").exists() == (stop <= first)
         if stop <= first:
             assert (folder / "report.md").read_text() == "older"
-            assert (folder / "plan-3.json").exists()
-        else:
-            reader = RunFolder(folder)
-            assert reader.read_metrics() is not None
-            assert not (folder / "plan-3.json").exists()
         (again,) = processes.run({"cwd": str(one), "arguments": command})
         assert again["status"] == 0, again["stderr"]
         assert "2 heads" in again["stdout"]
@@ -164,53 +141,51 @@ def test_killed_while_files_are_moved_a_command_goes_on_without_overwrite(
     assert again["status"] == 0, again["stderr"]
 
 
-@pytest.mark.slow
-def test_killed_at_random(processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    rng = random.Random(time.time_ns())
-    for trial in range(3):
-        here = copy(tiny, tmp_path / f"t{trial}")
-        stops = [rng.randint(2, 40) for _ in range(3)]
-        whole = {"cwd": str(here), "arguments": PRUNE}
-        *_, last = processes.run(*({**whole, "stop": stop, "signal": KILL} for stop in stops), whole)
-        assert last["status"] == 0, (stops, last["stderr"])
-        assert results_of(here / "reports" / "m-1") == undisturbed, stops
-
-
 # -- in one process, stopped by hand ----------------------------------------------------------
 
 
 @pytest.fixture
-def here(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    from functools import partial
-
-    from headprune import latency
-
+def here(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brief: None) -> Path:
     copy(tiny, tmp_path / "w")
     monkeypatch.chdir(tmp_path / "w")
-    monkeypatch.setattr(latency, "bench", partial(latency.bench, min_runs=2, min_seconds=0.0))
     return tmp_path / "w"
 
 
 QUICK = ["prune", "m", "-d", "d", "-k", "2", "-s", "one-shot", "-m", "weight-norm"]
 
 
-def interrupt(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
+TIMING, SCORING = "headprune.app.workflow.pruning.time_models", "headprune.app.workflow.scoring.score"
 
 
-def test_without_o_the_same_command_goes_on_and_another_goes_elsewhere(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
-        assert "m-1/.unfinished: the same command continues there" in " ".join(run(*QUICK, code=130).stderr.split())
-        assert not (here / "reports" / "m-1" / "run.json").exists()
-        run(*QUICK, "--no-repair", code=130)
+def failing(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+interrupt = failing(KeyboardInterrupt())
+
+
+def stopped(*command: str) -> str:
+    """What a command says that is interrupted when all but the times is done."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TIMING, interrupt)
+        return " ".join(run(*command, code=130).stderr.split())
+
+
+def document(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def test_without_o_the_same_command_goes_on_and_another_goes_elsewhere(here: Path) -> None:
+    assert "m-1/.unfinished: the same command continues there" in stopped(*QUICK)
+    assert not (here / "reports" / "m-1" / "run.json").exists()
+    stopped(*QUICK, "--no-repair")
     assert sorted(p.name for p in (here / "reports").iterdir()) == ["m-1", "m-2"]
-    result = run(*QUICK, "-q", "--json")
-    document = json.loads(result.stdout)
-    assert document["folder"] == "reports/m-1"
-    assert document["budgets"][0]["repair"]
+    result = json.loads(run(*QUICK, "-q", "--json").stdout)
+    assert result["folder"] == "reports/m-1"
+    assert result["budgets"][0]["repair"]
     assert json.loads(run(*QUICK, "--no-repair", "--json").stdout)["folder"] == "reports/m-2"
     assert not list((here / "reports").rglob(".*"))
 
@@ -225,63 +200,54 @@ def test_a_wrong_command_leaves_its_folder_to_the_next(here: Path) -> None:
 
 
 def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document that JSON cannot hold: it is said where, and nothing is computed again."""
-    from headprune.app.workflow import pruning
-
-    original = pruning.time_models
-    monkeypatch.setattr(pruning, "time_models", lambda *a: replace(original(*a), bound=object()))
-    error = run(*QUICK, code=1).stderr
+    """A result that no file can hold: it is said where, and nothing is computed again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(TIMING, lambda *_: {"bound": object()})
+        error = run(*QUICK, code=1).stderr
     assert "bound is a object, which no file can hold" in " ".join(error.split())
-    monkeypatch.setattr(pruning, "time_models", original)
     result = run(*QUICK)
     assert "continuing with" in result.stderr
     assert "repairing" not in result.stderr
-    assert "measuring" in result.stderr
 
 
 def test_a_report_that_fails_loses_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("no such colour")
-
     with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.pictures.png", broken)
+        patch.setattr("headprune.app.pictures.png", failing(RuntimeError("no such colour")))
         error = " ".join(run(*QUICK, code=1).stderr.split())
     assert "The report could not be written (RuntimeError: no such colour); all else is in reports/m-1." in error
     folder = here / "reports" / "m-1"
     hp.load(folder / "pruned-2")
-    assert read_json(folder / "metrics.json", "metrics")
     assert not list(folder.rglob(".*"))
     run("report", folder)
     assert (folder / "report.md").is_file()
 
 
-def test_what_cannot_be_written_is_found_before_the_long_work(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that JSON cannot hold."""
-    monkeypatch.setattr("headprune.app.runs.command_line", lambda: object())
-    monkeypatch.setattr("headprune.app.workflow.scoring.score", interrupt)
-    assert "command is a object, which JSON cannot hold" in run(*SCORE, code=1).stderr
-
-
-def test_damaged_work_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
-        run(*QUICK, code=130)
-    work = next((here / "reports" / "m-1" / ".unfinished").glob("prune-*"))
+def cut_off(work: Path) -> None:
     (weights,) = work.glob("content/pruned-2/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:100])
     next(work.glob("dense-*.part")).write_text("cut off")
+
+
+def other_token(work: Path) -> None:
+    (tokens,) = work.glob("content/pruned-2/tokenizer.json")
+    tokens.write_text(tokens.read_text().replace('"good"', '"goof"', 1))
+
+
+@pytest.mark.parametrize("damage", [cut_off, other_token])
+def test_damaged_work_is_made_again(damage: Callable[[Path], None], here: Path) -> None:
+    stopped(*QUICK)
+    damage(next((here / "reports" / "m-1" / ".unfinished").glob("prune-*")))
     assert "repairing" in run(*QUICK).stderr
-    hp.load(here / "reports" / "m-1" / "pruned-2")
+    folder = here / "reports" / "m-1" / "pruned-2"
+    hp.load(folder)
+    assert '"good"' in (folder / "tokenizer.json").read_text()
 
 
-def test_other_data_is_never_mixed_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
-        run(*QUICK, code=130)
+def test_other_data_is_never_mixed_in(here: Path) -> None:
+    stopped(*QUICK)
     write_jsonl(here / "d" / "test.jsonl", sentences(14, 9))
-    result = run(*QUICK)
-    assert "is not used" in result.stderr
-    assert read_json(here / "reports" / "m-1" / "metrics.json", "metrics")["dense"]["examples"] == 14
+    assert "is not used" in run(*QUICK).stderr
+    assert document(here / "reports" / "m-1" / "metrics.json")["dense"]["examples"] == 14
 
 
 def other_weights(folder: Path) -> None:
@@ -296,46 +262,23 @@ SCORE = ["score", "m", "-d", "d", "-m", "weight-norm"]
 
 def test_a_result_is_not_shown_again_for_another_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed just after the end, and typed again after another training: the old scores were shown as if they were new ones."""
-    with monkeypatch.context() as patch:  # SIGKILL comes before the notes are removed
-        patch.setattr("headprune.app.folders.Folder.clear_unfinished", lambda self: None)
-        run(*SCORE)
-        run(*SCORE, "-o", "r", "--overwrite")
-        again = run(*SCORE)
-        assert "reports/m-1" in again.stdout
-        assert "scoring by" not in again.stderr
-    before = (here / "r" / "scores.json").read_bytes()
+    monkeypatch.setattr("headprune.app.folders.Folder.clear_unfinished", lambda self: None)  # SIGKILL comes before
+    run(*SCORE)
+    again = run(*SCORE)
+    assert "reports/m-1" in again.stdout
+    assert "scoring by" not in again.stderr
+    before = document(here / "reports" / "m-1" / "scores.json")
     other_weights(here / "m")
-    assert "reports/m-1 holds what this command made before" in " ".join(run(*SCORE, code=1).stderr.split())
-    assert "reports/m-2" in run(*SCORE).stdout
-    run(*SCORE, "-o", "r", "--overwrite")
-    assert (here / "r" / "scores.json").read_bytes() != before
-
-
-@pytest.mark.slow
-def test_a_plan_or_data_that_changed_is_carried_out_anew(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prune by a file that was edited after it: only the file's name was compared."""
-    plan = here / "p.json"
-    command = ["prune", "m", "-d", "d", "--plan", plan, "-o", "r", "--overwrite", "--no-repair"]
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.folders.Folder.clear_unfinished", lambda self: None)
-        for heads in ([0], [0, 1]):
-            hp.PruningPlan({"bert.encoder.layer.0.attention.self": heads}, 4 - len(heads), 4, 4 - len(heads)).save(plan)
-            assert f"{4 - len(heads)} heads" in run(*command).stdout
-            assert "measuring" not in run(*command).stderr
-        write_jsonl(here / "d" / "test.jsonl", sentences(14, 9))
-        assert "measuring" in run(*command).stderr
-    assert read_json(here / "r" / "metrics.json", "metrics")["dense"]["examples"] == 14
+    assert "reports/m-1" in run(*SCORE).stdout
+    assert document(here / "reports" / "m-1" / "scores.json") != before
 
 
 def test_who_reads_the_first_line_only_interrupts_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`headprune score … | head -1`: notes of an unfinished run stayed, and `prune` took another folder."""
 
-    def closed(*_: Any) -> None:
-        raise BrokenPipeError
-
     with monkeypatch.context() as patch:
-        patch.setattr("headprune.cli.tables.print_scores", closed)
-        patch.setattr("headprune.cli.tables.print_pruned", closed)
+        for name in ("print_scores", "print_pruned"):
+            patch.setattr(f"headprune.cli.tables.{name}", failing(BrokenPipeError()))
         run(*SCORE, code=1)
         assert not list((here / "reports").rglob(".*"))
         run("prune", "-k", "2", "-s", "one-shot", "--no-repair", code=1)
@@ -370,15 +313,13 @@ def test_a_report_that_is_interrupted_has_its_pictures(here: Path, monkeypatch: 
 
 
 def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headprune.app import demo
-
-    monkeypatch.setattr(demo, "prepare", lambda *_: (here / "m", here / "d", 0.99))
-    monkeypatch.setattr(demo, "KEEP", ("2",))
+    monkeypatch.setattr("headprune.app.demo.prepare", lambda *_: (here / "m", here / "d", 0.99))
+    monkeypatch.setattr("headprune.app.demo.KEEP", ("2",))
     old = here / "reports" / "demo"
     old.mkdir(parents=True)
     for name in ("report.md", "plan-18.json", "importance.png", "scores.json"):
         (old / name).write_text("committed")
-    for place in ("headprune.app.workflow.scoring.score", "headprune.app.workflow.pruning.time_models"):
+    for place in (SCORING, TIMING):
         with monkeypatch.context() as patch:
             patch.setattr(place, interrupt)
             run("demo", code=130)
@@ -390,53 +331,20 @@ def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monke
     assert "has been run" in run("demo").stdout
 
 
-# -- folders ----------------------------------------------------------------------------------
+def test_what_is_not_a_runs_own_stays(here: Path) -> None:
+    run(*SCORE, "-o", "r")
+    (here / "r" / "pruned-4").mkdir()
+    for name in ("notes.txt", "plan-7.json", "pruned-4/old"):
+        (here / "r" / name).write_text("old")
+    run(*SCORE, "-o", "r", "--overwrite")
+    assert (here / "r" / "notes.txt").read_text() == "old"
+    assert not {"plan-7.json", "pruned-4"} & {path.name for path in (here / "r").iterdir()}
 
 
-def test_what_is_not_a_runs_own_stays(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "r")
-    (folder.path / "pruned-4").mkdir(parents=True)
-    for name in ("notes.txt", "plan-7.json", "run.json", "pruned-4/old"):
-        (folder.path / name).write_text("old")
-    with claimed(lambda: folder, "k", "c", say=lambda _: None):
-        content = folder.unfinished / "content"
-        (content / "pruned-4").mkdir(parents=True)
-        for name in ("run.json", "pruned-4/new", ".half-written", "pruned-4/.README.md.7.tmp"):
-            (content / name).write_text("new")
-        folder.publish(content, ["plan*.json", "pruned-*", "run.json"])
-        assert folder.done_by("k")
-    found = {str(p.relative_to(folder.path)): p.read_text() for p in folder.path.rglob("*") if p.is_file()}
-    assert found == {"notes.txt": "old", "run.json": "new", "pruned-4/new": "new"}
-
-
-def test_an_interruption_says_how_to_go_on(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "r")
-    with pytest.raises(Stopped) as stopped, claimed(lambda: folder, "k", "c", say=lambda _: None):
-        raise KeyboardInterrupt
-    assert stopped.value.hint == "Nothing was written."
-    assert not folder.path.exists()
-
-    def work() -> None:
-        with claimed(lambda: folder, "k", "c", say=lambda _: None):
-            (folder.unfinished / "part").write_text("x")
-            raise Stopped(143)
-
-    with pytest.raises(Stopped) as stopped:
-        work()
-    assert stopped.value.status == 143
-    assert "the same command continues there" in stopped.value.hint
-    assert folder.left_by("k")
-
-
-@pytest.mark.parametrize("gone", [["../precious"], [".."], ["/precious"], [3], "x/y"])
-def test_a_publication_from_elsewhere_removes_nothing_elsewhere(gone: Any, tmp_path: Path) -> None:
-    """Whoever reads a run folder finishes its publication: the list of what goes was taken at its word."""
-    (tmp_path / "precious").mkdir()
-    ready = tmp_path / "r" / ".ready"
-    ready.mkdir(parents=True)
-    write_json(ready / ".gone.json", "publication", {"gone": gone})
-    Folder(tmp_path / "r").settle()
-    assert (tmp_path / "precious").is_dir()
+def test_an_interruption_before_there_is_a_result(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SCORING, interrupt)
+    assert "Nothing was written." in run(*SCORE, "-o", "r", code=130).stderr
+    assert not (here / "r").exists()
 
 
 def test_a_full_disk_leaves_the_old_report(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,26 +352,12 @@ def test_a_full_disk_leaves_the_old_report(here: Path, monkeypatch: pytest.Monke
     run(*QUICK, "-o", "r")
     before = {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()}
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.pictures.png", full)
+        patch.setattr("headprune.app.pictures.png", failing(OSError(errno.ENOSPC, "No space left on device")))
         error = " ".join(run(*QUICK, "-o", "r", "--overwrite", "-k", "3", code=1).stderr.split())
     assert "No space left on the disk" in error
     assert {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()} == before
     assert "continuing with" in run(*QUICK, "-o", "r", "--overwrite", "-k", "3").stderr
-
-
-def test_an_unfinished_model_with_another_tokenizer_is_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.workflow.pruning.time_models", interrupt)
-        run(*QUICK, code=130)
-    (file,) = (here / "reports" / "m-1" / ".unfinished").glob("prune-*/content/pruned-2/tokenizer.json")
-    whole = file.read_text()
-    file.write_text(whole.replace('"good"', '"goof"', 1))
-    assert "repairing" in run(*QUICK).stderr
-    assert (here / "reports" / "m-1" / "pruned-2" / "tokenizer.json").read_text() == whole
 
 
 def test_documents_of_two_runs_make_no_report(here: Path) -> None:

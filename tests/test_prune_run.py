@@ -21,8 +21,8 @@ LINE = r"Roughly .*: ([\d,]+) forward passes over 40 examples"
 
 def passes(*arguments: Any, stream: str = "stderr") -> int:
     """What the line before a run says, as it was before the terminal wrapped it."""
-    (told,) = re.findall(LINE, " ".join(getattr(run(*arguments), stream).split()))
-    return int(told.replace(",", ""))
+    (count,) = re.findall(LINE, " ".join(getattr(run(*arguments), stream).split()))
+    return int(count.replace(",", ""))
 
 
 def metrics_of(folder: Path) -> dict[str, Any]:
@@ -32,11 +32,7 @@ def metrics_of(folder: Path) -> dict[str, Any]:
 def test_every_run_says_what_it_will_take(bert_folder: Path, data_folder: Path, scored: Path) -> None:
     """Most runs said nothing. Of scores it is what they are counted to be; more budgets take more."""
     given = [bert_folder, "-d", data_folder, "-L", 40]
-    methods = [
-        each
-        for method in ("gradient", "ablation", "integrated-gradients:steps=5", "weight-norm")
-        for each in ("-m", method)
-    ]
+    methods = ["-m", "gradient", "-m", "ablation", "-m", "integrated-gradients:steps=5", "-m", "weight-norm"]
     assert passes("score", *given, *methods, "--dry-run", stream="stdout") == 3 + (1 + 8 / 2) + 3 * 5 + 0
     one = passes("prune", *given, "-k", 4, "--dry-run")
     assert 3 < one < passes("prune", *given, "-k", 4, "-k", 6, "--dry-run")
@@ -50,8 +46,8 @@ def test_what_cannot_be_told_stops_nothing(
         raise RuntimeError("no\nsuch kernel")
 
     monkeypatch.setattr("headprune.app.workflow.cost._pace", failing)
-    told = run("score", bert_folder, "-d", data_folder, "-L", 40, "-m", "weight-norm").stderr
-    assert "could not be told (RuntimeError: no" in " ".join(told.split())
+    said = run("score", bert_folder, "-d", data_folder, "-L", 40, "-m", "weight-norm").stderr
+    assert "could not be told (RuntimeError: no" in " ".join(said.split())
 
 
 def test_orders_are_compared_and_the_used_one_is_drawn(
@@ -97,22 +93,24 @@ def test_longer_inputs_are_longer_and_guessing_is_known(
         rows = [{"text": " ".join(chosen.choices(WORDS, k=words)), "label": label} for label in [0, 1, 1] * 4]
         write_jsonl(here / "data" / f"{split}.jsonl", rows)
     run(
-        "prune",
-        "model",
-        "-d",
-        "data",
-        "-k",
-        3,
-        "-s",
-        "one-shot",
-        "-m",
-        "weight-norm",
-        "--no-repair",
-        "-b",
-        4,
-        "-o",
-        "run",
-        "-q",
+        *[
+            "prune",
+            "model",
+            "-d",
+            "data",
+            "-k",
+            "3",
+            "-s",
+            "one-shot",
+            "-m",
+            "weight-norm",
+            "--no-repair",
+            "-b",
+            "4",
+            "-o",
+            "run",
+            "-q",
+        ]
     )
     metrics = metrics_of(here / "run")
     timed = [(row["batch"], row["length"]) for row in metrics["latency"]["rows"]]

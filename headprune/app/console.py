@@ -69,7 +69,10 @@ class Console:
         """The result as one JSON document, with --json."""
         if self.as_json and self.stdout is not None:  # None: it was closed before the command began (`>&-`)
             with self._printing():
-                self.stdout.write(_in_letters_of(self.stdout, dumps(data)) + "\n")
+                text, encoding = dumps(data), getattr(self.stdout, "encoding", None) or "utf-8"
+                if encoding.lower() not in ("utf-8", "utf8"):  # JSON has escapes for what another encoding cannot hold
+                    text = json.dumps(json.loads(text), indent=1)
+                self.stdout.write(text + "\n")
                 self.stdout.flush()
 
     @contextmanager
@@ -92,9 +95,8 @@ class Console:
             self.say(f"{label} …")
             yield lambda done, total, note="": None
             return
-        one_line = Column(
-            no_wrap=True, overflow="ellipsis", ratio=1
-        )  # in a narrow terminal the label is cut, not the time left
+        # In a narrow terminal the label is cut, not the time left.
+        one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         label_column = TextColumn("{task.description}", markup=False, table_column=one_line)
         columns = (label_column, BarColumn(bar_width=20), TimeElapsedColumn(), TimeLeft(Column(no_wrap=True)))
         with Progress(*columns, console=self.err, transient=True, expand=True) as bars:
@@ -107,15 +109,6 @@ class Console:
                 )  # fmt: skip
 
             yield update
-
-
-def _in_letters_of(stream: Any, document: str) -> str:
-    """A JSON document with escapes for what a stream's encoding cannot hold."""
-    try:
-        document.encode(getattr(stream, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        return "".join(c if c.isascii() else json.dumps(c)[1:-1] for c in document)
-    return document
 
 
 class TimeLeft(ProgressColumn):

@@ -13,8 +13,6 @@ from headprune.app import runs
 from headprune.app.data import load_parts, load_train
 from headprune.app.documents import (
     Cut,
-    FinetunedChanges,
-    FinetunedModels,
     FinetuneRecord,
     Measured,
     Run,
@@ -76,7 +74,7 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, FinetuneR
 
     def choose() -> Folder:
         folder = Folder(output)
-        check_free(folder, config.overwrite or folder.done_by(key))  # it may have been killed just after the end
+        check_free(folder, config.overwrite or folder.left_by(key))
         if not folder.empty and not (output / DOCUMENT).is_file():
             raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
         return folder
@@ -132,8 +130,8 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
         notes=(*parts.notes, *notes, *filter(None, [saved.note])),
         seconds=round(time.monotonic() - began, 1),
         training=training,
-        models=FinetunedModels(**{name: Measured.of(each, metric) for name, each in measured.items()}),
-        changes=FinetunedChanges(**{n: compare(measured[a], measured[b], metric) for n, (a, b) in pairs.items()}),
+        models={name: Measured.of(each, metric) for name, each in measured.items()},
+        changes={name: compare(measured[a], measured[b], metric) for name, (a, b) in pairs.items()},
     )
 
     def write() -> None:

@@ -27,7 +27,7 @@ from headprune.parallel import current
 from headprune.store import Store
 
 _LOCK, _UNFINISHED, _READY = OWN = (".lock", ".unfinished", ".ready")
-_COMMAND, _DONE, _GONE = "command.json", "done.json", ".gone.json"
+_COMMAND, _GONE = "command.json", ".gone.json"
 _PATIENCE = 20.0  # seconds that a reader waits for a run that is moving its files
 
 
@@ -77,36 +77,6 @@ class Folder:
         """Whether this very command was interrupted here."""
         return (self.command or {}).get("key") == key
 
-    def done_by(self, key: str) -> bool:
-        """Whether this very command was interrupted here when its work was published, or was being moved to its place."""
-        return self.left_by(key) and ((self.unfinished / _DONE).exists() or (self.path / _READY).exists())
-
-    def already_published(self, key: str, overwrite: bool, of: str) -> bool:
-        """Whether this very command published the result of these inputs here before, and was killed only after that.
-
-        Args:
-            overwrite: Whether the result of other inputs may be replaced.
-            of: The inputs, as given to `publish`: models and data may have changed under the same names.
-
-        Raises:
-            HeadPruneError: It was the result of other inputs.
-        """
-
-        def published() -> Any:
-            if not self.done_by(key):
-                return None
-            with suppress(HeadPruneError):
-                return read_json(self.unfinished / _DONE, "publication").get("of")
-            return ""  # damaged
-
-        before = current().first("published before", published)
-        if before not in (None, of) and not overwrite:
-            raise HeadPruneError(
-                f"{self.path} holds what this command made before, and the model, the data or the versions have changed since.",
-                "Choose another folder with -o, or add --overwrite.",
-            )
-        return bool(before == of)
-
     def _check_own(self) -> None:
         """Refuse links in the place of what headprune keeps here: what lies behind them would be moved, or removed.
 
@@ -152,13 +122,12 @@ class Folder:
                     "Wait for it and run the same command again, or choose another folder with -o.",
                 )
 
-    def publish(self, content: Path, replaces: Iterable[str], of: str = "") -> None:
+    def publish(self, content: Path, replaces: Iterable[str]) -> None:
         """Replace what is here by the content of another folder.
 
         Args:
             content: The other folder: complete, and in `unfinished`, so that one rename commits it.
             replaces: Patterns of the names to remove.
-            of: A name for what the content was made from, by which the same command knows it again (`already_published`).
 
         Raises:
             BusyError: Another process is writing what would be removed; nothing has changed then.
@@ -168,7 +137,7 @@ class Folder:
         for path in (*content.glob(".*"), *content.rglob(".*.tmp")):  # half-written by a killed run
             _remove(path)
         gone = {p.name for pattern in replaces for p in self.path.glob(pattern)} - {p.name for p in content.iterdir()}
-        write_json(content / _GONE, "publication", {"gone": sorted(gone), "of": of})
+        write_json(content / _GONE, "publication", {"gone": sorted(gone)})
         os.replace(content, self.path / _READY)
         self._move()
 
@@ -207,11 +176,7 @@ class Folder:
                     if entry.is_dir() or target.is_dir():
                         _remove(target)
                     os.replace(entry, target)
-            self.unfinished.mkdir(exist_ok=True)
-            os.replace(journal, self.unfinished / _DONE)
-        for path in self.unfinished.glob("*"):
-            if path.name not in (_COMMAND, _DONE):
-                _remove(path)
+            journal.unlink()
         with suppress(FileNotFoundError):
             ready.rmdir()
 
@@ -261,8 +226,8 @@ def claimed(
             kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
             raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
         except BaseException as error:
-            for name in (_COMMAND, _DONE) if ranks.main and isinstance(error, HeadPruneError) else ():
-                (folder.unfinished / name).unlink(missing_ok=True)
+            if ranks.main and isinstance(error, HeadPruneError):
+                (folder.unfinished / _COMMAND).unlink(missing_ok=True)
             keep = _worth_keeping(folder.unfinished)
             raise
         finally:
@@ -294,7 +259,6 @@ def _begin(folder: Folder, key: str, command: str, resume: bool, say: Callable[[
         folder.clear_unfinished()
     before = folder.command
     if before is not None and before["key"] != key:
-        (folder.unfinished / _DONE).unlink(missing_ok=True)
         say(
             f"{folder.path} holds unfinished work of `{before['command']}`: what fits is used, the rest is removed when this is done."
         )

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
 import typer
-from pydantic import StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictInt
 
 from headprune.errors import HeadPruneError
 from headprune.options import MAX_SEED
 
 _data, _model, _training = (partial(typer.Option, rich_help_panel=panel) for panel in ("Data", "Model", "Training"))
 
-_MAX_EPOCHS = 1_000_000  # infinitely many steps cannot be counted
+Seed = Annotated[StrictInt, Field(ge=0, le=MAX_SEED)]
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AtLeast1 = Annotated[int, Field(ge=1)]
+AtLeast2 = Annotated[int, Field(ge=2)]
 
 
-def _check_range(flag: str, value: int | None, least: int, most: float = math.inf) -> None:
-    if value is not None and not least <= value <= most:
-        limits = f"{least} or more" if most == math.inf else f"{least} to {most}"
-        raise HeadPruneError(f"{flag} is {value}.", f"Give {limits}.")
+def check_values(options: Any) -> None:
+    """Refuse options of which a value is out of its range.
+
+    Raises:
+        HeadPruneError: One is; the message names it, and the range.
+    """
+    from headprune.documents import from_json, to_json
+
+    try:
+        from_json(type(options), to_json(options))
+    except ValueError as error:
+        raise HeadPruneError(f"There is a wrong option: {error}.", "See --help.") from None
 
 
 @dataclass(frozen=True)
@@ -43,10 +53,12 @@ class DataOptions:
         str | None, _data(help="Column of the text, image or sound; a,b for pairs of texts [guessed].")
     ] = None
     label_column: Annotated[str | None, _data(help="Column of the label or target [guessed].")] = None
-    limit: Annotated[int, _data("--limit", "-L", min=2, help="Examples to score on, and as many to choose on.")] = 512
-    report_limit: Annotated[int, _data(min=2, help="Examples to report on, at most.")] = 2000
-    max_length: Annotated[int | None, _data(min=2, help="Tokens per example, at most [512].")] = None
-    batch_size: Annotated[int, _data("--batch-size", "-b", min=1, help="Examples per batch.")] = 32
+    limit: Annotated[
+        AtLeast2, _data("--limit", "-L", min=2, help="Examples to score on, and as many to choose on.")
+    ] = 512
+    report_limit: Annotated[AtLeast2, _data(min=2, help="Examples to report on, at most.")] = 2000
+    max_length: Annotated[int | None, Field(ge=2), _data(min=2, help="Tokens per example, at most [512].")] = None
+    batch_size: Annotated[AtLeast1, _data("--batch-size", "-b", min=1, help="Examples per batch.")] = 32
     also: tuple[str, ...] = ()
     seed: int = 0
 
@@ -62,8 +74,7 @@ class DataOptions:
             raise HeadPruneError(
                 "No dataset was given.", "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl."
             )
-        for name, least in {"limit": 2, "report_limit": 2, "max_length": 2, "batch_size": 1}.items():
-            _check_range(f"--{name.replace('_', '-')}", getattr(self, name), least)
+        check_values(self)
         if self.text_column is not None and self.text_column.count(",") > 1:
             raise HeadPruneError(
                 f"--text-column {self.text_column} names more than two columns.", "Name one, or two for pairs."
@@ -132,10 +143,7 @@ class LoadOptions:
     )
     device_map: Annotated[
         str | None,
-        _model(
-            help="For a model larger than a device (docs/scale.md): auto spreads it over the GPUs, the CPU's memory and the disk; or balanced, "
-            "sequential, or a JSON file."
-        ),
+        _model(help="For a model larger than a device (docs/scale.md): auto, balanced, sequential, or a JSON file."),
     ] = None
     device_memory: Annotated[
         str | None, _model(help="The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].")
@@ -178,7 +186,7 @@ class Options:
     model: str
     data: DataOptions
     loading: LoadOptions = field(default_factory=LoadOptions)
-    seed: StrictInt = 0
+    seed: Seed = 0
     distil: StrictBool = False
     keep: str | None = None
     methods: tuple[str, ...] = ()
@@ -192,7 +200,7 @@ class Options:
         from headprune.plans import keep_of
         from headprune.scoring.base import method_and_settings
 
-        _check_range("--seed", self.seed, 0, MAX_SEED)
+        check_values(self)
         if self.keep is not None:
             keep_of(self.keep)
         for method in self.methods:
@@ -211,8 +219,10 @@ class Mixture:
         hidden_states: Whether the hidden states are compared too, with weight 1.
     """
 
-    alpha: Annotated[float, _training(help="Weight of the dense model's answers against the labels.")] = 0.5
-    temperature: Annotated[float, _training(help="Temperature of the distillation.")] = 2.0
+    alpha: Annotated[
+        float, Field(ge=0, le=1), _training(help="Weight of the dense model's answers against the labels.")
+    ] = 0.5
+    temperature: Annotated[Above0, _training(help="Temperature of the distillation.")] = 2.0
     hidden_states: Annotated[bool, _training("--hidden-states", help="Learn the dense model's hidden states too.")] = (
         False
     )
@@ -235,12 +245,12 @@ class FinetuneOptions:
         seed: For the order of the examples and for dropout.
     """
 
-    epochs: Annotated[float, _training(help="Passes over the training part.")] = 1.0
-    learning_rate: Annotated[float, _training(help="The learning rate at its peak.")] = 3e-5
+    epochs: Annotated[float, Field(gt=0, le=1_000_000), _training(help="Passes over the training part.")] = 1.0
+    learning_rate: Annotated[Above0, _training(help="The learning rate at its peak.")] = 3e-5
     mixture: Mixture = field(default_factory=Mixture)
     weight_decay: float = 0.01
-    patience: Annotated[int, _training(help="Stop after this many epochs without improvement.")] = 2
-    seed: Annotated[int, _training(min=0, help="For the order of the examples, and dropout.", show_default=False)] = 0
+    patience: Annotated[AtLeast1, _training(help="Stop after this many epochs without improvement.")] = 2
+    seed: Annotated[Seed, _training(min=0, help="For the order of the examples, and dropout.", show_default=False)] = 0
 
     def check(self) -> None:
         """Refuse what cannot be.
@@ -248,20 +258,4 @@ class FinetuneOptions:
         Raises:
             HeadPruneError: A value out of its range.
         """
-        _check_range("--seed", self.seed, 0, MAX_SEED)
-        if not 0 < self.epochs <= _MAX_EPOCHS:
-            raise HeadPruneError(
-                f"Training cannot take {self.epochs:g} epochs.",
-                f"Choose a number above 0, of at most {_MAX_EPOCHS:,}.",
-            )
-        if not 0 < self.learning_rate < math.inf:
-            raise HeadPruneError(
-                f"There is no learning rate {self.learning_rate:g}.", "Choose one above 0, such as 3e-5."
-            )
-        if self.patience < 1:
-            raise HeadPruneError(f"There is no patience of {self.patience} epochs.", "Choose 1 or more.")
-        alpha, temperature = self.mixture.alpha, self.mixture.temperature
-        if not 0 <= alpha <= 1:
-            raise HeadPruneError(f"Alpha {alpha:g} is no weight.", "Choose one from 0 (labels) to 1 (dense model).")
-        if not 0 < temperature < math.inf:
-            raise HeadPruneError(f"There is no temperature {temperature:g}.", "Choose one above 0; 2 is usual.")
+        check_values(self)

@@ -7,10 +7,11 @@ import platform
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from headprune import __version__
 from headprune.app.documents import Environment, Heads, Metrics, Run
@@ -27,35 +28,26 @@ PARTS = (
 )  # fmt: skip
 
 
+T = TypeVar("T")
+
+
+def _file(name: str) -> Any:
+    """A property: the path of this file in a folder."""
+    return property(lambda folder: folder.path / name)
+
+
 @dataclass(frozen=True)
 class RunFolder(Folder):
     """One run: scores, and once pruned, plans, metrics and checkpoints."""
 
     parts: ClassVar[tuple[str, ...]] = PARTS
 
-    @property
-    def scores_path(self) -> Path:
-        return self.path / "scores.json"
-
-    @property
-    def run_path(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.json"
-
-    @property
-    def heads_path(self) -> Path:
-        return self.path / "heads.json"
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.md"
-
-    @property
-    def page_path(self) -> Path:
-        return self.path / "report.html"
+    scores_path = _file("scores.json")
+    run_path = _file("run.json")
+    metrics_path = _file("metrics.json")
+    heads_path = _file("heads.json")
+    report_path = _file("report.md")
+    page_path = _file("report.html")
 
     def plan_path(self, keep: int, first: bool) -> Path:
         """The first budget's plan is plan.json; further ones carry their number."""
@@ -67,26 +59,25 @@ class RunFolder(Folder):
     @property
     def pruned(self) -> bool:
         self.settle()
-        return self.metrics_path.exists()
+        return bool(self.metrics_path.exists())
 
     def read_run(self) -> Run:
         self.settle()
         return Run.read(self.run_path)
 
     def read_scores(self) -> list[HeadScores]:
-        self.settle()
-        self._check_together(self.scores_path)
-        return load_scores(self.scores_path)
+        return self._read(self.scores_path, load_scores)
 
     def read_metrics(self) -> Metrics | None:
-        self.settle()
-        self._check_together(self.metrics_path)
-        return Metrics.read(self.metrics_path) if self.pruned else None
+        return self._read(self.metrics_path, Metrics.read) if self.pruned else None
 
     def read_heads(self) -> Heads | None:
+        return self._read(self.heads_path, Heads.read) if self.heads_path.exists() else None
+
+    def _read(self, path: Path, read: Callable[[Path], T]) -> T:
         self.settle()
-        self._check_together(self.heads_path)
-        return Heads.read(self.heads_path) if self.heads_path.exists() else None
+        self._check_together(path)
+        return read(path)
 
     def write_run(self, run: Run) -> None:
         """Write run.json, after the documents beside it, which it names by their checksums."""
@@ -122,14 +113,14 @@ def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "
     """
     if output is not None:
         folder = RunFolder(output)
-        check_free(folder, overwrite or folder.done_by(key))
+        check_free(folder, overwrite or folder.left_by(key))
         return folder
     stem = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
     for n in count(1):
         folder = RunFolder(REPORTS / f"{stem}-{n}")
         folder.settle()
         mine = folder.command is None or folder.left_by(key)
-        if mine and (folder.empty or folder.done_by(key)) and not folder.in_use:
+        if mine and (folder.empty or folder.left_by(key)) and not folder.in_use:
             break
     return folder
 

@@ -52,8 +52,7 @@ def demo(
         options = workflow.Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
         search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
         config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
-        published = partial(folder.already_published, key, True)  # killed just after the end
-        workflow.prune_run(config, folder, console, published)
+        workflow.prune_run(config, folder, console)
         room.remember(folder)
     tables.print_scores(console, folder.read_scores())
     tables.print_pruned(console, folder)

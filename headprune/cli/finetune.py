@@ -62,7 +62,7 @@ def finetune(
         room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume), console
     )
     tables.print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
-    console.result(f"Training: {record.changes.gain.verdict}.\n\nReport: {folder / room.REPORT}\nModel:  {folder}")
+    console.result(f"Training: {record.changes['gain'].verdict}.\n\nReport: {folder / room.REPORT}\nModel:  {folder}")
     tables.print_loading(console, folder)
     console.document({"folder": str(folder), **record.to_json()})
 

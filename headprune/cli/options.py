@@ -166,7 +166,7 @@ def _parameters(group: Any) -> list[Parameter]:
         hint, default = hints[each.name], each.default
         if get_origin(hint) is not Annotated:
             continue
-        kind, option = get_args(hint)
+        kind, *_, option = get_args(hint)
         if get_origin(kind) is tuple:
             hint, default = Annotated[list[str], option], []
         parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint))

@@ -179,8 +179,7 @@ def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console:
         _dry_run(config, choose(), console)
         return None
     with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        published = partial(folder.already_published, key, writing.overwrite)  # killed just after the end
-        workflow.prune_run(config, folder, console, published)
+        workflow.prune_run(config, folder, console)
     return folder
 
 
@@ -211,7 +210,7 @@ def _prune_folder(source: RunFolder | None, output: Path | None, model: str, ove
     from headprune.app.runs import choose_folder
 
     if source is not None and output in (None, source.path, source.path.parent):
-        free = not source.pruned or overwrite or source.done_by(key)
+        free = not source.pruned or overwrite or source.left_by(key)
         if free and (output == source.path or source.command is None or source.left_by(key)):
             return source
         if output == source.path:

@@ -47,8 +47,7 @@ def score(
         tables.print_dry_run(console, scene, methods, choose(), doing, workflow.cost_of_scores(scene).line)
         return
     with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        published = partial(folder.already_published, key, writing.overwrite)  # killed just after the end
-        _, scores = workflow.score_run(options, folder, console, published)
+        _, scores = workflow.score_run(options, folder, console)
     # The work is done: that nobody reads this to its end (`| head`) does not interrupt it.
     tables.print_scores(console, scores)
     console.result(

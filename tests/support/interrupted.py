@@ -25,6 +25,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300  # seconds that a run may take
+# What documents say of time and effort.
+COSTS = {
+    "seconds", "passes", "latency", "time", "generation", "environment", "when", "resumed", "commands", "command", "checksum",
+    "checksums",
+}  # fmt: skip
 
 
 class Processes:

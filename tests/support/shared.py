@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,29 @@ def small() -> tuple[nn.Module, list[dict[str, Tensor]]]:
     return model, [labelled(model, text(rows, 7, seed=rows), seed=rows) for rows in (6, 2, 5, 4, 1)]
 
 
+def threads_left() -> list[str]:
+    """Names of gloo's threads once the ranks have parted, where a library was first imported while they were together."""
+    for name in [name for name in sys.modules if name.startswith("torch.distributed.nn.")]:
+        del sys.modules[name]
+    with launcher_ranks():
+        import_module("torch.distributed.nn.functional")
+    return [name for file in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := file.read_text())]
+
+
 def scored(method: str, count: int = 5, work: str = "", **settings: Any) -> dict[str, Any]:
     """Scores of the small model on its first batches."""
     model, batches = small()
     with launcher_ranks():
-        found = hp.score(
+        scores = hp.score(
             model, batches[:count], method, seed=3, settings=Settings(**settings), work=Path(work) if work else None
         )
-    return found.to_json()
+    return scores.to_json()
+
+
+def scored_by(methods: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Scores of the small model by methods with their settings."""
+    with launcher_ranks():
+        return [scored(method, **settings) for method, settings in methods]
 
 
 def pruned(strategy: str = "auto", effort: str = "normal") -> dict[str, Any]:
@@ -62,10 +79,10 @@ def pruned(strategy: str = "auto", effort: str = "normal") -> dict[str, Any]:
     }
 
 
-def together(kind: str) -> Any:
-    """Small things that ranks do."""
+def together(kinds: list[str]) -> list[Any]:
+    """Small things that ranks do, one after the other."""
     with launcher_ranks() as ranks:
-        return KINDS[kind](ranks)
+        return [KINDS[kind](ranks) for kind in kinds]
 
 
 def _asked(ranks: Ranks) -> Any:

@@ -5,43 +5,6 @@ hold values of the library, which writes and reads them itself (`headprune.scori
 changes its name or meaning needs a new `headprune.files.SCHEMA`.
 """
 
-from headprune.app.documents.heads import Heads, LayerProfile, Positions, Sample, SampleLayer
-from headprune.app.documents.metrics import (
-    DISTURBED,
-    AlsoData,
-    AlsoMeasured,
-    BudgetRecord,
-    BudgetResult,
-    Dense,
-    EngineLatency,
-    ExportedModel,
-    Latencies,
-    Metrics,
-    Planning,
-    Point,
-    Proved,
-    Repaired,
-    TimeParts,
-    Trained,
-)
-from headprune.app.documents.run import (
-    Cut,
-    Environment,
-    Examples,
-    FinetunedChanges,
-    FinetunedModels,
-    FinetuneRecord,
-    LayerFacts,
-    Measured,
-    ModelFacts,
-    Run,
-    Training,
-    TrainingOptions,
-)
-
-__all__ = [
-    "DISTURBED", "AlsoData", "AlsoMeasured", "BudgetRecord", "BudgetResult", "Cut", "Dense", "EngineLatency", "Environment",
-    "Examples", "ExportedModel", "FinetuneRecord", "FinetunedChanges", "FinetunedModels", "Heads", "Latencies",
-    "LayerFacts", "LayerProfile", "Measured", "Metrics", "ModelFacts", "Planning", "Point", "Positions", "Proved", "Repaired",
-    "Run", "Sample", "SampleLayer", "TimeParts", "Trained", "Training", "TrainingOptions",
-]  # fmt: skip
+from headprune.app.documents.heads import *  # noqa: F403 - every class there is a document, or part of one
+from headprune.app.documents.metrics import *  # noqa: F403
+from headprune.app.documents.run import *  # noqa: F403

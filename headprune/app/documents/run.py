@@ -231,30 +231,14 @@ class TrainingOptions(FinetuneOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetunedModels:
-    """The three models on the reporting part."""
-
-    dense: Measured
-    pruned: Measured
-    finetuned: Measured
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetunedChanges:
-    """Paired changes: from the dense model to the pruned and to the fine-tuned one, and from the pruned to the fine-tuned one."""
-
-    pruned: Change
-    finetuned: Change
-    gain: Change
-
-
-@dataclass(frozen=True, kw_only=True)
 class FinetuneRecord(File):
     """How a pruned model was fine-tuned, and what that gave.
 
     Attributes:
         pruned, teacher: The models' folders or names.
         seconds: The time it took in all.
+        models: On the reporting part: ``"dense"``, ``"pruned"`` and ``"finetuned"``.
+        changes: Paired: from the dense model to the ``"pruned"`` and the ``"finetuned"`` one; ``"gain"`` from the pruned to the fine-tuned one.
     """
 
     kind: ClassVar[str] = "finetune"
@@ -272,5 +256,9 @@ class FinetuneRecord(File):
     notes: tuple[str, ...]
     seconds: float
     training: Training
-    models: FinetunedModels
-    changes: FinetunedChanges
+    models: dict[str, Measured]
+    changes: dict[str, Change]
+
+    def __post_init__(self) -> None:
+        if {*self.models} != {"dense", "pruned", "finetuned"} or {*self.changes} != {"pruned", "finetuned", "gain"}:
+            raise ValueError("models or changes are not those of a fine-tuning")

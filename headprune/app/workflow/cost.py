@@ -43,10 +43,6 @@ class Cost:
     passes: float
     seconds: float
     examples: int
-    timing: float = 0.0
-
-    def __str__(self) -> str:
-        return f"about {duration(self.seconds)}"
 
     @property
     def line(self) -> str:
@@ -54,16 +50,15 @@ class Cost:
         return f"Roughly {duration(self.seconds)}: {self.passes:,.0f} forward passes over {self.examples:,} examples."
 
 
-def announce(console: Console, make: Callable[[], Cost], quick: Callable[[], Cost] | None = None) -> None:
-    """Say in a line what is to come, and what the same takes with ``--effort low`` where that is much less. It never stops a run."""
+def announce(console: Console, make: Callable[[], Cost]) -> None:
+    """Say in a line what is to come. It never stops a run."""
     try:
-        cost, low = current().first("cost", lambda: (make(), quick() if quick else None))
+        cost = current().first("cost", make)
     except Exception as error:
         console.say(f"How long this takes could not be told ({type(error).__name__}: {first_line(error)}).")
         return
-    more = f" With --effort low {low}." if low is not None and low.seconds < 0.7 * cost.seconds else ""
     size = current().size
-    console.say(cost.line + more + ("" if size == 1 else f" This is for one process; {size} share the work."))
+    console.say(cost.line + ("" if size == 1 else f" This is for one process; {size} share the work."))
 
 
 def cost_of_scores(scene: Scene) -> Cost:
@@ -104,10 +99,9 @@ def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScor
         for _, _, example in inputs(scene)
     )
     if config.finetune:
-        passes += (
-            4 * config.finetune * plans
-        )  # for as many examples as are scored: what there is to train on is not read yet
-    return Cost(passes, passes * (forward + back) / 3 + fits + timing + _REPORT, len(parts.score), timing)
+        # For as many examples as are scored: what there is to train on is not read yet.
+        passes += 4 * config.finetune * plans
+    return Cost(passes, passes * (forward + back) / 3 + fits + timing + _REPORT, len(parts.score))
 
 
 def cost_of_training(model: nn.Module, train: Part, choose: Part, report: Part, epochs: float) -> Cost:

@@ -13,12 +13,12 @@ from torch import nn
 
 from headprune import latency
 from headprune.app import report, runs
-from headprune.app.data import load_also
+from headprune.app.data import Part, load_also
 from headprune.app.documents import AlsoData, BudgetResult, Dense, Environment, Examples, Measured, Metrics, Point, Run
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.cost import announce, cost_of_pruning
-from headprune.app.workflow.results import Controls, PruneContext, carry_out, guessing
-from headprune.app.workflow.saving import dense_weights, digest_of_inputs, publish, store_of
+from headprune.app.workflow.results import PruneContext, carry_out, guessing
+from headprune.app.workflow.saving import dense_weights, publish, store_of, was_published
 from headprune.app.workflow.scene import Console, Scene, check_same, inputs, open_scene
 from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
 from headprune.app.workflow.search import (
@@ -74,53 +74,52 @@ def open_to_prune(config: PruneConfig, scores: Sequence[HeadScores], console: Co
     return scene
 
 
-def prune_run(
-    config: PruneConfig, folder: RunFolder, console: Console, published: Callable[[str], bool] = lambda of: False
-) -> Metrics:
+def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> Metrics:
     """Prune to each budget, measure again, save the plans and the checkpoints, write the report; what metrics.json says.
 
     Args:
         folder: Where to write; may be ``config.source``. It changes when all is done; until then results are kept in
             `Folder.unfinished`, where the same call continues.
-        published: Whether the result of the inputs that `digest_of_inputs` names is in the folder already (`Folder.already_published`).
     """
     started, source = time.monotonic(), config.source
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
-    # The folder's own scores may be those that this command made.
-    own = source is None or source.path.resolve() == folder.path.resolve()
-    if published(of := digest_of_inputs(scene, config.facts(), [] if own else [s.to_json() for s in scores])):
-        return Metrics.read(folder.metrics_path)
     if half := scene.loaded.stored:
         console.say(
             f"{config.options.model} is stored in {str(half).removeprefix('torch.')}: pruned models are saved so, too."
         )
     methods = config.methods if source else config.methods_to_score
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
-    quick = replace(config, search=replace(config.search, effort="low"))
-    low = None if quick == config else lambda: cost_of_pruning(scene, quick, scores)
-    announce(console, lambda: cost_of_pruning(scene, config, scores), low)
+    announce(console, lambda: cost_of_pruning(scene, config, scores))
     seconds_scoring = 0.0
     if source is None:
         scores, seconds_scoring = score_all(scene, methods, folder, console)
     # What is only measured there changes no other result, but nothing may be trained on it.
-    also = [part.content_hash() for part in scene.parts.also] if config.finetune else []
-    facts = [config.facts(), list(methods), [s.to_json() for s in scores], *also]
+    also = [part.content_hash() for part in scene.parts.also]
+    candidates = config.candidates(scores)
+    facts = [config.facts(), [s.method for s in candidates], [s.to_json() for s in scores]]
+    facts += also if config.finetune else []
     store = store_of(folder, "prune", scene, *facts, say=console.say)
     assert store.folder is not None
     content = RunFolder(store.folder / "content")
+    result_name = f"{store.folder.name} {[*also, *config.exports]}"
+    if current().first("published before", lambda: was_published(folder, result_name) and not content.path.exists()):
+        return Metrics.read(folder.metrics_path)  # this command was killed while it moved its files
     context = PruneContext(config, scene, trials_of(scene, config, store), store, content, console)
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
-    result = _search(context, config.candidates(scores), environment)
-    controls, curve = _compare(context, result)
+    result = _search(context, candidates, environment)
+    controls = random_orders(scene, config, result.fits)
+    for note in dict.fromkeys(note for fit in result.fits for note in fit.plan.notes):
+        console.say(note)
+    curve = trade_off(curves(config, result, context.trials), controls, result.fits, context.trials, console)
     results = [carry_out(fit, controls, context) for fit in result.fits]
-    metrics = _metrics(context, result, environment, controls, curve, results)
+    metrics = _metrics(context, result, environment, curve, results)
 
     def write() -> None:
         seconds = round(seconds_scoring + store.seconds + time.monotonic() - started, 1)
         document = replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds))
         _write(context, scores, result, metrics, document)
-        publish(folder, content, of)
+        publish(folder, content, result_name)
 
     current().first("writing the run", write)
     return metrics
@@ -159,38 +158,26 @@ def _search(context: PruneContext, scores: Sequence[HeadScores], environment: En
     return context.store.get(f"search {environment}" if timed else "search", search)
 
 
-def _compare(context: PruneContext, result: SearchResult) -> tuple[Controls, list[Point]]:
-    """What pruned models are compared with, and the curves of metric against heads kept."""
-    config, scene, console = context.config, context.scene, context.console
-    dense = context.measure("dense", scene.model, "measuring the dense model")
-    also = [
-        context.measure("dense", scene.model, f"measuring the dense model on {p.name}", p) for p in scene.parts.also
-    ]
-    controls = Controls(dense, random_orders(scene, config, result.fits), also)
-    orders = curves(config, result, context.trials)
-    curve = trade_off(orders, controls.random, result.fits, context.trials, console)
-    for note in dict.fromkeys(note for fit in result.fits for note in fit.plan.notes):
-        console.say(note)
-    return controls, curve
-
-
 def _metrics(
     context: PruneContext,
     result: SearchResult,
     environment: Environment,
-    controls: Controls,
     curve: Sequence[Point],
     results: Sequence[tuple[BudgetResult, nn.Module]],
 ) -> Metrics:
     """What metrics.json says, with the times and the exports, which are made here."""
     scene, metric = context.scene, context.scene.metric
     weights, dtype = dense_weights(scene)
+
+    def measure(part: Part | None = None) -> Measured:
+        return Measured.of(context.measure("dense", scene.model, part), metric)
+
     metrics = Metrics(
         metric=metric,
         environment=environment,
         planning=context.config.planning(result),
         dense=Dense(
-            **vars(Measured.of(controls.dense, metric)),
+            **vars(measure()),
             parameters=latency.parameters(scene.model),
             flops=latency.flops(scene.model, scene.typical_input()),
             guessing=guessing(scene),
@@ -199,21 +186,15 @@ def _metrics(
         ),
         budgets=tuple(budget for budget, _ in results),
         curve=tuple(curve),
-        also=tuple(
-            AlsoData(name=part.name, data=Examples.of(part), dense=Measured.of(dense, metric))
-            for part, dense in zip(scene.parts.also, controls.also, strict=True)
-        ),
+        also=tuple(AlsoData(name=p.name, data=Examples.of(p), dense=measure(p)) for p in scene.parts.also),
         **_times(context, environment, results),
     )
-    return current().first("exports", lambda: _with_exports(context, metrics, environment))
 
+    def export() -> Metrics:
+        models = export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))
+        return replace(metrics, exports=models, engines=time_exports(context, models, environment))
 
-def _with_exports(context: PruneContext, metrics: Metrics, environment: Environment) -> Metrics:
-    """The same, with the pruned models in other formats and their times there."""
-    if not context.config.exports:
-        return metrics
-    models = export_models(context, sorted(metrics.budgets, key=lambda b: -b.kept))
-    return replace(metrics, exports=models, engines=time_exports(context, models, environment))
+    return current().first("exports", export) if context.config.exports else metrics
 
 
 def _times(
@@ -228,19 +209,20 @@ def _times(
     latencies = store.get(f"latency {environment}", partial(first, partial(time_models, scene, models, console)))
     shapes = inputs(scene)
     prompts = [shape for shape in shapes if shape[1] == shapes[0][1]]  # of median length: they come first
+
+    def measure(name: str, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except Exception as error:  # such as a model that does not go on from its own cache: the run is worth more
+            why = f"{type(error).__name__}: {first_line(error)}"
+            console.say(f"The report will have no {name}, which could not be measured ({why}).")
+            return ()
+
     more: dict[str, Callable[[], Any]] = {
         "time": lambda: time_parts(scene.model, scene.layers, shapes, plans, latencies.rows, console),
         "generation": lambda: time_generation(models, prompts, console),
     }
-
-    def measure(name: str) -> Any:
-        try:
-            return more[name]()
-        except Exception as error:  # such as a model that does not go on from its own cache: the run is worth more
-            console.say(
-                f"The report will have no {name}, which could not be measured ({type(error).__name__}: {first_line(error)})."
-            )
-            return ()
-
-    measured = {name: store.get(f"{name} {environment}", partial(first, partial(measure, name))) for name in more}
+    measured = {
+        n: store.get(f"{n} {environment}", partial(first, partial(measure, n, make))) for n, make in more.items()
+    }
     return {"latency": latencies, **{name: value for name, value in measured.items() if value}}

@@ -1,9 +1,9 @@
-"""One budget's plan facts out: repaired, pruned, trained, saved, loaded again and measured."""
+"""One budget's plan carried out: repaired, pruned, trained, saved, loaded again and measured."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from headprune.offload import copied
 from headprune.parallel import current
 from headprune.planning import Order
 from headprune.plans import PruningPlan
-from headprune.pruned import note_was_repaired
+from headprune.pruned import add_record
 from headprune.repairing import Repair
 from headprune.store import Store
 from headprune.surgery import prune
@@ -41,7 +41,7 @@ from headprune.trials import Trials
 
 @dataclass(frozen=True)
 class PruneContext:
-    """What every plan of a run is facts out with.
+    """What every plan of a run is carried out with.
 
     Attributes:
         trials: The dense model, and how plans are masked and repaired.
@@ -56,121 +56,76 @@ class PruneContext:
     content: RunFolder
     console: Console
 
-    def measure(self, name: str, model: nn.Module, label: str, also: Part | None = None) -> Measurement:
-        """A model on the reporting part, or on a second dataset.
-
-        Args:
-            name: Under which the result is kept.
-            label: Of the progress bar.
-        """
-        with self.console.track(label) as progress:
-            return self._get(name, also, lambda batches: evaluate(model, batches, progress=progress))
-
-    def measure_masked(self, name: str, drop: Heads, *, repaired: bool, also: Part | None = None) -> Measurement:
-        """The dense model with heads masked, on the reporting part or a second dataset.
+    def measure(
+        self, name: str, what: nn.Module | Heads, also: Part | None = None, *, repaired: bool = False
+    ) -> Measurement:
+        """A model, or the dense one with heads masked, on the reporting part, or on a second dataset.
 
         Args:
             name: Under which the result is kept.
             repaired: Whether the other heads are refitted layer by layer, as for the random control: a whole repair of each would take long.
         """
+        part = also or self.scene.parts.report
 
-        def measure(batches: Iterable[Any]) -> Measurement:
-            with self.trials.repaired(drop) if repaired else nullcontext():
-                return self.trials.masked(drop, list(batches))
+        def make() -> Measurement:
+            with self.console.track(f"measuring: {name}") as progress:
+                if isinstance(what, nn.Module):
+                    return evaluate(what, part.batches(), progress=progress)
+                with self.trials.repaired(what) if repaired else nullcontext():
+                    return self.trials.masked(what, list(part.batches()))
 
-        return self._get(name, also, measure)
-
-    def _get(self, name: str, also: Part | None, measure: Callable[[Iterable[Any]], Measurement]) -> Measurement:
-        """A measurement that is kept; a second dataset is in its name, as it is not in the key of the run's computation."""
-        if also is not None:
-            name = f"{name} on {also.name} {also.content_hash()}"
-        return self.store.get(name, lambda: measure((also or self.scene.parts.report).batches()))
+        # The second datasets are not in the key of the run's store.
+        return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash()}", make)
 
 
-@dataclass(frozen=True)
-class Controls:
-    """What pruned models are compared with.
+def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> tuple[BudgetResult, nn.Module]:
+    """What is reported of a plan, and its pruned model as it is loaded from where it was saved.
 
-    Attributes:
-        dense: The dense model on the reporting part.
-        random: Orders of heads drawn at random.
-        also: The dense model on every second dataset.
+    Args:
+        controls: Orders of heads drawn at random.
     """
-
-    dense: Measurement
-    random: Sequence[Order]
-    also: Sequence[Measurement] = ()
-
-
-@dataclass(frozen=True)
-class SavedModel:
-    """A pruned model that was saved.
-
-    Attributes:
-        repair: What its repair did; None where there was none.
-        size: Bytes of its folder, before its card is written with the figures of the run.
-    """
-
-    repair: Repair | None
-    finetune: Trained | None
-    proof: Proved
-    saved: saving.Saved
-    size: int
-
-
-def carry_out(fit: Fit, controls: Controls, context: PruneContext) -> tuple[BudgetResult, nn.Module]:
-    """What is reported of a plan, and its pruned model as it is loaded from where it was saved."""
-    scene, plan, metric = context.scene, fit.plan, context.scene.metric
-    path = context.content.checkpoint_path(plan.asked)
-    make = partial(_make, context, plan, path)
-    facts = context.store.get(f"made {plan.asked}", make)
+    scene, plan, metric, asked = context.scene, fit.plan, context.scene.metric, fit.plan.asked
+    path = context.content.checkpoint_path(asked)
+    repair, trained, proof, saved, size = context.store.get(f"model {asked}", partial(_make, context, plan, path))
     try:
         model = saving.load(scene, path)  # what is reported is what a user will load, not what is in memory
     except HeadPruneError:  # a folder of an interrupted run may be damaged
-        context.store.forget(f"made {plan.asked}")
-        facts = context.store.get(f"made {plan.asked}", make)
-        model = saving.load(scene, path)
-    if facts.saved.note:
-        context.console.say(facts.saved.note)
-    pruned = context.measure(f"pruned {plan.asked}", model, f"measuring with {head_count(plan.kept)}")
-    random = _measure_random(context, plan, controls.random)
+        context.store.forget(f"model {asked}")
+        return carry_out(fit, controls, context)
+    if saved.note:
+        context.console.say(saved.note)
+    dense, pruned = context.measure("dense", scene.model), context.measure(f"pruned {asked}", model)
+    drawn = [order.plan(plan.kept).drop for order in controls]
+    random = [context.measure(f"random {asked} {i}", drop, repaired=True) for i, drop in enumerate(drawn)]
     like_random = pruned
-    if _differs_from_control(facts.repair) or context.config.finetune:
-        like_random = context.measure_masked(f"like control {plan.asked}", plan.drop, repaired=True)
-    repair = None
-    if facts.repair is not None:
-        without = context.measure_masked(f"unrepaired {plan.asked}", plan.drop, repaired=False)
-        layers = Measured.of(like_random, metric) if _differs_from_control(facts.repair) else None
+    if trained or _differs_from_control(repair):
+        like_random = context.measure(f"like control {asked}", plan.drop, repaired=True)
+    repaired = None
+    if repair is not None:
+        without = context.measure(f"unrepaired {asked}", plan.drop)
+        layers = Measured.of(like_random, metric) if _differs_from_control(repair) else None
         gain = compare(without, pruned, metric)
-        repair = Repaired(**vars(facts.repair), without=Measured.of(without, metric), layers_alone=layers, gain=gain)
-    also = tuple(
-        _measure_also(context, plan, model, part, dense)
-        for part, dense in zip(scene.parts.also, controls.also, strict=True)
-    )
+        repaired = Repaired(**vars(repair), without=Measured.of(without, metric), layers_alone=layers, gain=gain)
     result = BudgetResult(
+        **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")},
         name=head_count(plan.kept),
-        asked=plan.asked,
-        kept=plan.kept,
-        total=plan.total,
-        method=plan.method,
-        strategy=plan.strategy,
         budget=_budget_reading(scene, fit),
-        notes=(*plan.notes, *filter(None, [facts.saved.note])),
+        notes=(*plan.notes, *filter(None, [saved.note])),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
         pruned=Measured.of(pruned, metric),
-        change=compare(controls.dense, pruned, metric),
+        change=compare(dense, pruned, metric),
         random=tuple(measurement.metrics[metric] for measurement in random),
         over_random=compare(mean_of(random), like_random, metric),
-        also=also,
-        repair=repair,
-        finetune=facts.finetune,
-        proof=facts.proof,
+        also=tuple(_measure_also(context, plan, model, part) for part in scene.parts.also),
+        repair=repaired,
+        finetune=trained,
+        proof=proof,
         parameters=latency.parameters(model),
         flops=latency.flops(model, scene.typical_input()),
         checkpoint=path.name,
-        size=facts.size,
-        weights=facts.saved.weights,
-        dtype=facts.saved.dtype,
+        size=size,
+        weights=saved.weights,
+        dtype=saved.dtype,
         loads=checkpoint.load_call(path).code(),
     )
     return result, model
@@ -181,27 +136,15 @@ def _differs_from_control(repair: Repair | None) -> bool:
     return repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
 
 
-def _measure_random(context: PruneContext, plan: PruningPlan, orders: Sequence[Order]) -> list[Measurement]:
-    """As many heads drawn at random, by each order."""
-    measurements = []
-    with context.console.track(f"random control with {head_count(plan.kept)}") as progress:
-        for i, order in enumerate(orders):
-            drop = order.plan(plan.kept).drop
-            measurements.append(context.measure_masked(f"random {plan.asked} {i}", drop, repaired=True))
-            progress(i + 1, len(orders))
-    return measurements
-
-
-def _measure_also(
-    context: PruneContext, plan: PruningPlan, model: nn.Module, part: Part, dense: Measurement
-) -> AlsoMeasured:
+def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, part: Part) -> AlsoMeasured:
     """A pruned model on a second dataset."""
-    metric, label = context.scene.metric, f"measuring with {head_count(plan.kept)} on {part.name}"
-    pruned = context.measure(f"pruned {plan.asked}", model, label, part)
-    gain = None
+    metric, gain = context.scene.metric, None
+    dense, pruned = (
+        context.measure("dense", context.scene.model, part),
+        context.measure(f"pruned {plan.asked}", model, part),
+    )
     if context.config.search.repair or context.config.finetune:
-        without = context.measure_masked(f"unrepaired {plan.asked}", plan.drop, repaired=False, also=part)
-        gain = compare(without, pruned, metric)
+        gain = compare(context.measure(f"unrepaired {plan.asked}", plan.drop, part), pruned, metric)
     return AlsoMeasured(pruned=Measured.of(pruned, metric), change=compare(dense, pruned, metric), gain=gain)
 
 
@@ -238,27 +181,23 @@ def most_frequent(features: Iterable[Mapping[str, Any]]) -> float | None:
     return sum(max(count.values()) for count in counts.values()) / total if total else None
 
 
-def _make(context: PruneContext, plan: PruningPlan, path: Path) -> SavedModel:
-    """Repair, prune, train and save."""
-    scene, trials, console = context.scene, context.trials, context.console
+def _make(
+    context: PruneContext, plan: PruningPlan, path: Path
+) -> tuple[Repair | None, Trained | None, Proved, saving.Saved, int]:
+    """Repair, prune, train and save: what each of these did, and the folder's bytes before its card tells the run's figures."""
+    scene, trials, console, trained = context.scene, context.trials, context.console, None
     progress = console.track(f"repairing {head_count(plan.kept)}") if trials.repair else nullcontext()
     with progress, trials.repaired(plan.drop, whole=True) as repair:
         model = copied(scene.model, trials.written)
     if repair is not None:
-        note_was_repaired(model)
+        add_record(model, {"repaired": True})
     # The plan was made for the dense model's weights; some of them are repaired now.
     proof = prune(model, plan.drop, scene.example, layers=scene.layers)
-    trained = None
     if context.config.finetune:
         model, trained = _train(context, model, plan.asked)
     saved = current().first(f"saving {plan.asked}", lambda: saving.save(scene, model, path, proof.tolerance))
-    return SavedModel(
-        repair=repair,
-        finetune=trained,
-        proof=Proved(**asdict(proof), reload_difference=saved.difference),
-        saved=saved,
-        size=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
-    )
+    proved = Proved(**asdict(proof), reload_difference=saved.difference)
+    return repair, trained, proved, saved, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Module, Trained]:

@@ -22,12 +22,14 @@ from headprune.app.runs import PARTS, RunFolder
 from headprune.app.sources import narrow, stored_size, widen
 from headprune.app.workflow.scene import Scene
 from headprune.errors import HeadPruneError, PruneError, first_line, is_of_the_disk
-from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
+from headprune.fingerprint import versions
 from headprune.inputs import call, model_device, move
 from headprune.memory import is_out_of_memory
 from headprune.offload import copied
 from headprune.store import Store, digest
 from headprune.surgery import answers
+
+_PUBLISHED = "published"
 
 
 @dataclass(frozen=True)
@@ -152,24 +154,13 @@ def store_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callable
     return folder.store(say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
 
 
-def digest_of_inputs(scene: Scene, *facts: Any) -> str:
-    """A name for a model, data and versions, by which a command that is typed again knows whether its result is still that of them.
-
-    Args:
-        facts: What else the result depends on, beside the command's options.
-    """
-    model = (fingerprint(scene.model), config_hash(scene.model), processor_hash(scene.loaded.processor))
-    parts = [
-        part.content_hash() for part in (scene.parts.score, scene.parts.choose, scene.parts.report, *scene.parts.also)
-    ]
-    return digest(versions(), model, parts, list(facts))
+def was_published(folder: RunFolder, name: str) -> bool:
+    """Whether a result of this name was the last one that `publish` began to put here, if a command was killed since."""
+    return bool(Store(folder.unfinished).known(_PUBLISHED) == name)
 
 
-def publish(folder: RunFolder, content: RunFolder, of: str) -> None:
+def publish(folder: RunFolder, content: RunFolder, name: str = "") -> None:
     """Write the report of a complete run, and put all of it in the place of what is there.
-
-    Args:
-        of: See `digest_of_inputs`.
 
     Raises:
         HeadPruneError: The report could not be written; all else is in its place. Or the disk is full: then nothing is, and what was
@@ -182,8 +173,10 @@ def publish(folder: RunFolder, content: RunFolder, of: str) -> None:
         if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
             raise
         trouble = error
-    folder.publish(content.path, PARTS, of)
+    Store(folder.unfinished).keep(_PUBLISHED, name)
+    folder.publish(content.path, PARTS)
     if trouble is not None:
+        folder.clear_unfinished()  # nothing of it is needed
         raise HeadPruneError(
             f"The report could not be written ({type(trouble).__name__}: {first_line(trouble)}); all else is in {folder.path}.",
             f"`headprune report {folder.path}` tries again.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
 from headprune.app.workflow.cost import announce, cost_of_scores
-from headprune.app.workflow.saving import digest_of_inputs, publish, store_of
+from headprune.app.workflow.saving import publish, store_of
 from headprune.app.workflow.scene import Console, Scene, open_scene
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import config_hash, fingerprint, processor_hash
@@ -27,21 +27,10 @@ from headprune.scoring.base import Settings, method_and_settings
 from headprune.store import Store
 
 
-def score_run(
-    options: Options,
-    folder: RunFolder,
-    console: Console,
-    published: Callable[[str], bool] = lambda of: False,
-) -> tuple[Scene, list[HeadScores]]:
-    """Score a model by each of the options' methods and write the run folder.
-
-    Args:
-        published: Whether the result of the inputs that `digest_of_inputs` names is in the folder already (`Folder.already_published`).
-    """
+def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Scene, list[HeadScores]]:
+    """Score a model by each of the options' methods and write the run folder."""
     started, methods = time.monotonic(), options.methods
     scene = open_scene(options, console, labelled=None)
-    if published(of := digest_of_inputs(scene)):
-        return scene, folder.read_scores()
     run = run_document(scene, methods, folder)
     announce(console, lambda: cost_of_scores(scene))
     scores, before = score_all(scene, methods, folder, console)
@@ -52,7 +41,7 @@ def score_run(
         save_scores(content.scores_path, scores)
         write_heads(scene, store_of(folder, "score", scene, say=lambda _: None), content, console)
         content.write_run(replace(run, seconds=(round(before + time.monotonic() - started, 1),)))
-        publish(folder, content, of)
+        publish(folder, content)
 
     current().first("writing the run", write)
     return scene, scores

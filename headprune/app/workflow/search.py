@@ -117,17 +117,11 @@ class PruneConfig:
         Raises:
             HeadPruneError: It was to be trained or exported.
         """
-        if self.options.loading.device_map is None:
-            return
-        if self.finetune:
+        flag = "--finetune" if self.finetune else "--export" if self.exports else None
+        if flag and self.options.loading.device_map is not None:
             raise HeadPruneError(
-                "--finetune and --device-map do not go together: weights that are loaded for each pass cannot be trained.",
-                "Leave out --finetune; train the pruned folder where it fits (headprune finetune).",
-            )
-        if self.exports:
-            raise HeadPruneError(
-                "--export and --device-map do not go together: an export takes the whole model into memory.",
-                "Leave out --export; `headprune export` writes the pruned folder's file where that fits.",
+                f"{flag} and --device-map do not go together: it takes the whole model into memory.",
+                f"Leave out {flag}: `headprune finetune` and `headprune export` take the pruned folder, where it fits.",
             )
 
 

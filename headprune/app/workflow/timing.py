@@ -78,16 +78,8 @@ def time_parts(
             while len(tries) < _TRIES and (not tries or tries[-1].factor_from(timed) > DISTURBED):
                 parts = breakdown(model, example, layers=layers)
                 bounds = {name: parts.bound(drop) for name, drop in plans.items()}
-                tries.append(
-                    TimeParts(
-                        batch=batch,
-                        length=length,
-                        bounds=bounds,
-                        total=parts.total,
-                        parts=parts.parts,
-                        stand_ins=parts.stand_ins,
-                    )
-                )
+                measured = {name: getattr(parts, name) for name in ("total", "parts", "stand_ins")}
+                tries.append(TimeParts(batch=batch, length=length, bounds=bounds, **measured))
             rows.append(min(tries, key=lambda row: row.factor_from(timed)))
             progress(i + 1, len(shapes))
     return tuple(rows)
@@ -115,9 +107,17 @@ def _everything(layers: Sequence[AttentionLayer]) -> Heads:
 
 def export_models(context: PruneContext, results: Sequence[BudgetResult]) -> tuple[ExportedModel, ...]:
     """Every pruned model in every format, beside the checkpoints. What a format cannot express is said, and loses nothing."""
-    return tuple(
-        _exported(context, name, result) for name in dict.fromkeys(context.config.exports) for result in results
-    )
+    models, store = [], context.store
+    for name in dict.fromkeys(context.config.exports):
+        for result in results:
+            file = context.content.path / f"{result.checkpoint}{format_named(name).suffix}"
+            if not file.exists():  # a publication took it
+                store.forget(f"export {file.name}")
+            model = store.get(f"export {file.name}", partial(_export_result, context, name, result, file))
+            for line in model.notes if model.file else (model.summary, *model.notes):
+                context.console.say(f"{file.name}: {line}")
+            models.append(model)
+    return tuple(models)
 
 
 def time_exports(
@@ -128,25 +128,12 @@ def time_exports(
     for name in dict.fromkeys(model.format for model in models):
         files = {m.name: context.content.path / m.file for m in models if m.format == name and m.file}
         if files and all(map(is_exported, files.values())):
-            make = partial(_in_turn, context, name, files)
+            make = partial(_time_format, context, name, files)
             rows.append(context.store.get(f"latency {name} {environment}", make))
     return tuple(rows)
 
 
-def _exported(context: PruneContext, name: str, result: BudgetResult) -> ExportedModel:
-    file = f"{result.checkpoint}{format_named(name).suffix}"
-    stage = f"export {file}"
-    make = partial(_written, context, name, result, context.content.path / file)
-    exported = context.store.get(stage, make)
-    if exported.file is not None and not (context.content.path / exported.file).exists():
-        context.store.forget(stage)
-        exported = context.store.get(stage, make)
-    for line in exported.notes if exported.file else (exported.summary, *exported.notes):
-        context.console.say(f"{file}: {line}")
-    return exported
-
-
-def _written(context: PruneContext, name: str, result: BudgetResult, file: Path) -> ExportedModel:
+def _export_result(context: PruneContext, name: str, result: BudgetResult, file: Path) -> ExportedModel:
     facts: dict[str, Any] = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
     trusted = context.scene.options.loading.trust_remote_code
     try:
@@ -158,8 +145,9 @@ def _written(context: PruneContext, name: str, result: BudgetResult, file: Path)
     return ExportedModel(**facts, file=file.name, proved=done.proved, summary=done.summary, notes=tuple(done.notes))
 
 
-def _in_turn(context: PruneContext, name: str, files: dict[str, Path]) -> EngineLatency:
-    dense = context.content.path.parent / f"dense{format_named(name).suffix}"  # for the times alone
+def _time_format(context: PruneContext, name: str, files: dict[str, Path]) -> EngineLatency:
+    """Times of files of one format in its engine, beside the dense model's, which is exported for this alone."""
+    dense = context.content.path.parent / f"dense{format_named(name).suffix}"
     with context.console.track(f"timing {name}"):
         _export(context, copy.deepcopy(context.scene.model).to("cpu"), name, dense)
         rows = [time_onnx({"dense": dense, **files}, example) for _, _, example in inputs(context.scene)]
