@@ -65,8 +65,7 @@ def search(
 ) -> list[PruningPlan]:
     """Find the heads that can go: what `headprune prune` finds with the same examples.
 
-    ``auto`` makes several orders in which heads may go (by scores, and by how much the model's answers change when a head goes and the others
-    are refitted), and takes the one whose plans, repaired, stay nearest to the dense model's answers on other examples.
+    ``auto`` makes several orders in which heads may go, and takes the one whose plans, repaired, stay nearest to the dense model's answers.
 
     Args:
         model: The dense model; its mode and weights are left as they were.

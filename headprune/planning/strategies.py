@@ -137,17 +137,21 @@ class Search:
     effort: Effort = EFFORTS["normal"]
     loss_fn: LossFn | None = None
 
-    def units(self) -> list[list[Unit]]:
+    def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
         """The units of every layer that may go, those with the least score first.
+
+        Args:
+            scores: In place of the search's own.
 
         Raises:
             HeadPruneError: There are no scores, or some are not finite.
         """
-        if self.scores is None:
+        scores = scores or self.scores
+        if scores is None:
             raise HeadPruneError("This strategy needs scores.", "Score the model first.")
-        if not self.scores.flat().isfinite().all():
+        if not scores.flat().isfinite().all():
             raise HeadPruneError("Some scores are not finite, so heads cannot be ranked.", "Score the model again.")
-        return units_of(self.layers, self.scores.values, self.constraints, self.kind)
+        return units_of(self.layers, scores.values, self.constraints, self.kind)
 
     def order(self, steps: Sequence[Heads], strategy: str, *notes: str, stays: Sequence[str] = ()) -> Order:
         """The `Order` of these steps, with all that is known about the search."""
