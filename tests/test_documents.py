@@ -147,7 +147,7 @@ def test_the_report_of_a_fine_tuning() -> None:
 
 # What no report and no command reads: for people and for other programs.
 FOR_PEOPLE = {
-    "biases", "held_out", "patience", "resumed", "ridge", "strength", "train", "weight_decay",
+    "after", "biases", "held_out", "patience", "resumed", "ridge", "strength", "train", "weight_decay",
     "evenness", "induction", "duplicate", "itself", "next", "previous", "separator", "sink",
 }  # fmt: skip
 
