@@ -63,7 +63,7 @@ def onnx(minilm: Path) -> list[str]:
             files = {name: Path(folder, f"{i}{suffix}") for i, name in enumerate(models)}
             for name, model in models.items():
                 export(model, files[name], "onnx" if engine == "onnxruntime" else "openvino")
-            times[engine] = time_onnx(files, example, threads=1)
+            times[engine] = time_onnx(files, example)
     lines = [f"| minilm-rt | {' | '.join(times)} |", "|---" * (1 + len(times)) + "|"]
     for name in models:
         cells = []
@@ -94,7 +94,7 @@ def gguf() -> list[str]:
         found: dict[str, dict[str, list[float]]] = {name: {"predicted": [], "prompt": []} for name in files}
         for _ in range(ROUNDS):
             for name, file in files.items():
-                _, (answer,) = complete(file, [request], context=1024, threads=1, exact=False)
+                _, (answer,) = complete(file, [request], context=1024, exact=False)
                 for kind, speeds in found[name].items():
                     speeds.append(answer["timings"][f"{kind}_per_second"])
     lines = [

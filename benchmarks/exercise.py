@@ -137,17 +137,11 @@ def seen(
 
 def roles_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How many heads have each role, and the one that shows it best."""
-    found = {}
-    for row in rows:
-        found.setdefault(row["role"], []).append(row)
-    groups = [
-        {
-            "role": role,
-            "heads": len(group),
-            **{k: max(group, key=lambda r: r["clarity"])[k] for k in ("head", "because", "clarity")},
-        }
-        for role, group in found.items()
-    ]
+    groups = []
+    for role in dict.fromkeys(row["role"] for row in rows):
+        group = [row for row in rows if row["role"] == role]
+        clearest = max(group, key=lambda row: row["clarity"])
+        groups.append({"role": role, "heads": len(group), **{k: clearest[k] for k in ("head", "because", "clarity")}})
     return sorted(groups, key=lambda g: -g["heads"])
 
 
@@ -241,14 +235,8 @@ def random_plans(subject: Subject, keep: int) -> list[hp.PruningPlan]:
 
 
 def spread_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        what: {
-            "mean": mean(f[what] for f in found),
-            "low": min(f[what] for f in found),
-            "high": max(f[what] for f in found),
-        }
-        for what in ("accuracy", "loss")
-    }
+    values = {what: [f[what] for f in found] for what in ("accuracy", "loss")}
+    return {what: {"mean": mean(each), "low": min(each), "high": max(each)} for what, each in values.items()}
 
 
 def pairs_in(subject: Subject) -> list[dict[str, Any]]:

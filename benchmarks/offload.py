@@ -1,7 +1,6 @@
 """What memory a model takes whose weights stay on disk: a random Llama repaired, pruned and saved, and one in memory; docs/scale.md.
 
-    python benchmarks/offload.py                              # writes section `offload` of docs/scale.md; about five minutes
-    python benchmarks/offload.py --layers 2 --examples 4      # prints a quick look, writes nothing
+    python benchmarks/offload.py      # writes section `offload` of docs/scale.md; about five minutes
 
 Each of the two runs in a process of its own. Its memory is RssAnon of /proc/self/status, looked at every 20 ms: memory that cannot be
 read again from a file. Pages of files that the system keeps as long as there is room do not count. Both must save the same weights.
@@ -18,8 +17,10 @@ import tempfile
 import threading
 from pathlib import Path
 
+from document import replace_section
+
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, INNER, HEADS, VOCABULARY, TOKENS = 512, 4096, 8, 2000, 32
+LAYERS, WIDTH, INNER, HEADS, VOCABULARY, TOKENS, EXAMPLES = 8, 512, 4096, 8, 2000, 32, 8
 
 
 def rss() -> int:
@@ -49,7 +50,7 @@ def worker(options: argparse.Namespace) -> None:
     spread = {"device_map": {"model": "disk", "lm_head": "disk"}} if options.worker == "disk" else {}
     model = tf.AutoModelForCausalLM.from_pretrained(folder / "dense", **spread).eval()
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(3, VOCABULARY, (2, TOKENS), generator=generator) for _ in range(options.examples // 2)]
+    ids = [torch.randint(3, VOCABULARY, (2, TOKENS), generator=generator) for _ in range(EXAMPLES // 2)]
     batches = [{"input_ids": i, "attention_mask": torch.ones_like(i), "labels": i} for i in ids]
     example = {k: v for k, v in batches[0].items() if k != "labels"}
     layers = hp.find_attention(model, example)
@@ -64,8 +65,6 @@ def worker(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--examples", type=int, default=8)
     parser.add_argument("--worker", choices=("memory", "disk"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -79,7 +78,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         config = tf.LlamaConfig(
-            hidden_size=WIDTH, intermediate_size=INNER, num_attention_heads=HEADS, num_hidden_layers=options.layers,
+            hidden_size=WIDTH, intermediate_size=INNER, num_attention_heads=HEADS, num_hidden_layers=LAYERS,
             vocab_size=VOCABULARY, max_position_embeddings=4 * TOKENS, attn_implementation="sdpa",
         )  # fmt: skip
         model = tf.LlamaForCausalLM(config)
@@ -88,7 +87,6 @@ def main() -> None:
         del model
         for kind in ("memory", "disk"):
             command = [sys.executable, __file__, "--worker", kind, "--folder", folder]
-            command += ["--layers", str(options.layers), "--examples", str(options.examples)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
             found[kind] = json.loads(done.stdout.splitlines()[-1])
             print(kind, found[kind], file=sys.stderr)
@@ -96,7 +94,7 @@ def main() -> None:
         sys.exit("The two models have other weights.")
     mib = 2**20
     lines = [
-        f"A random Llama of {size / mib:,.0f} MiB ({options.layers} layers of {HEADS} heads, {WIDTH} wide, float32), repaired on {options.examples} texts of "
+        f"A random Llama of {size / mib:,.0f} MiB ({LAYERS} layers of {HEADS} heads, {WIDTH} wide, float32), repaired on {EXAMPLES} texts of "
         f"{TOKENS} tokens, pruned to half of its heads and saved in files of 50 MB; one thread. The weights are the same to the bit.",
         "",
         "| weights | memory at the most |",
@@ -107,10 +105,7 @@ def main() -> None:
     ]  # fmt: skip
     text = "\n".join(lines)
     print(text)
-    if len(sys.argv) == 1:
-        from document import replace_section
-
-        replace_section(ROOT / "docs" / "scale.md", "offload", text)
+    replace_section(ROOT / "docs" / "scale.md", "offload", text)
     print(json.dumps(found))
 
 

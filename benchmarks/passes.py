@@ -1,7 +1,7 @@
 """What `headprune prune` costs, stage by stage, in forward passes of the dense model; and whether it takes as long as it says, on five models.
 
     python benchmarks/passes.py                          # about an hour of one core
-    python benchmarks/passes.py minilm --keep 36         # one of them (digits, minilm, bert, llama, t5), with other budgets
+    python benchmarks/passes.py minilm                   # one of them (digits, minilm, bert, llama, t5)
     python benchmarks/passes.py --quick                  # few examples
 
 A stage is what the command line shows as one line; its cost is CPU time of this process, divided by that of one forward pass
@@ -159,8 +159,6 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     meter = Meter()
     with tempfile.TemporaryDirectory() as folder:
         typed = SUBJECTS[name](Path(folder), options.quick)
-        if options.keep:
-            typed = typed[: typed.index("--keep")] + [word for k in options.keep for word in ("--keep", k)]
         with meter.running():
             result = CliRunner().invoke(app, ["prune", *typed, "-o", str(Path(folder) / "run"), "--dtype", "float32"])
         assert result.exit_code == 0, result.output
@@ -195,7 +193,6 @@ def one_pass(model: Path, data: Path, limit: int) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="*", help=f"{', '.join(SUBJECTS)} [all]")
-    parser.add_argument("--keep", action="append", help="Heads to keep; repeatable.")
     parser.add_argument("--quick", action="store_true", help="few examples")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))

@@ -37,6 +37,7 @@ import smollm2
 import torch
 import transformers
 from document import replace_section
+from matplotlib.figure import Figure
 from real import LeftOutError, about, number, say
 from torch import nn
 
@@ -94,6 +95,17 @@ METHODS: dict[str, Run] = {
     **{name: public(method) for name, method in baselines.METHODS.items()},
     "headprune gradient": ranked("gradient"),
     **{f"headprune {strategy}": searched(strategy) for strategy in ("compensated", "auto")},
+}
+
+# What README shows of them.
+PICTURED = {
+    "headprune auto": ("headprune (auto, repaired)", "#0072B2", "D-"),
+    "Kwon, Fisher + swap + rescaling": ("Kwon et al. 2022, with rescaling (one draw)", "#009E73", "s-"),
+    "Kwon, Fisher + swap": ("Kwon et al. 2022, Fisher and swap", "#56B4E9", "s-"),
+    "Michel, layer L2": ("Michel et al. 2019, per-layer L2", "#E69F00", "o-"),
+    "Michel": ("Michel et al. 2019", "#D55E00", "o-"),
+    "run_bertology": ("run_bertology's formula", "#CC79A7", "^-"),
+    "random": ("random heads", "#7f7f7f", "--"),
 }
 
 
@@ -322,6 +334,28 @@ def table(subject: Subject, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def draw(text: str) -> None:
+    """README's picture of accuracy against heads kept, from the table of minilm-rt."""
+    told, rows = text.split("\nAccuracy by heads kept of ")[1].split("\n\n")[:2]
+    head, _, *lines = [line.strip("| ").split(" | ") for line in rows.splitlines()]
+    cells = {line[0]: [[*map(float, cell.split(" ± ")), 0.0][:2] for cell in line[1:-1]] for line in lines}
+    kept = [int(count) for count in head[1:-1]]
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained", dpi=130)
+    axis = figure.subplots()
+    for name, (label, colour, style) in PICTURED.items():
+        means, spreads = zip(*cells[name], strict=True)
+        axis.errorbar(kept, means, spreads, fmt=style, color=colour, markersize=4, capsize=2, label=label)
+    axis.axhline(
+        float(told.split("dense ")[1].split()[0].strip(";,.")), color="black", lw=0.8, ls=":", label="dense model"
+    )
+    axis.set_xticks(kept)
+    axis.set_xlabel(f"heads kept, of {told.split(';')[0]} (no training)")
+    axis.set_ylabel("accuracy, 1,530 reported examples")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=7, frameon=False)
+    figure.savefig(Path("docs/quality.png"), metadata={"Software": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), help="these models")
@@ -330,12 +364,11 @@ def main() -> None:
     parser.add_argument("--counts", type=int, nargs="+", help="heads (SmolLM2: key/value groups) that stay")
     parser.add_argument("--json", type=Path, help="where measurements are kept, one a line")
     parser.add_argument("--cached", action="store_true", help="measure nothing; write what is in the --json file")
-    parser.add_argument("--threads", type=int, default=1, help="torch's")
     parser.add_argument("--minilm", type=Path, help="where minilm-rt is")
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     started, cache = time.monotonic(), Cache(options.json)
     parts: list[str] = []
     for key in options.only or SUBJECTS:
@@ -352,6 +385,7 @@ def main() -> None:
         say("printed only: the document takes all models, methods and counts")
     else:
         replace_section(Path("docs/benchmarks.md"), "quality", text)
+        draw(text)
     print(json.dumps({"seconds": round(time.monotonic() - started), "rows": len(cache.rows)}))
 
 

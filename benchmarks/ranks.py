@@ -3,7 +3,7 @@
     python benchmarks/ranks.py                                # writes section `ranks` of docs/scale.md; about ten minutes on two idle cores
     python benchmarks/ranks.py --sentences 32 --rounds 1      # prints a quick look, writes nothing
 
-All three processes load the model and the examples once, and then take turns: the others sleep. What is timed is `headprune.score`
+The processes load the model and the examples anew each round, which is not counted. What is timed is `headprune.score`
 with everything in it (checking the loss, hashing the weights, trace of the layers apart), by the two methods that `headprune score`
 takes by default; for two processes until both are through. The scores of all must be equal to the bit.
 """
@@ -11,16 +11,19 @@ takes by default; for two processes until both are through. The scores of all mu
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shlex
-import socket
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from document import replace_section
+
+from tests.support.interrupted import Processes
 
 ROOT = Path(__file__).resolve().parents[1]
 MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
@@ -28,99 +31,48 @@ METHODS = ("ablation", "gradient")
 GOAL = 0.6
 
 
-def worker(options: argparse.Namespace) -> None:
-    """Score when told to: a method's name on stdin, seconds and a hash of the scores on stdout."""
+def score(minilm: str, sentences: int, batch: int, method: str) -> dict[str, Any]:
+    """Seconds that one rank scores, and a hash of the scores."""
     import torch
 
     import headprune as hp
     from headprune.app.data import load_parts
     from headprune.app.models import load_model
     from headprune.app.options import DataOptions, LoadOptions
-    from headprune.parallel import launcher_ranks
-    from headprune.store import digest
+    from headprune.files import digest
+    from headprune.parallel import current, launcher_ranks
 
-    torch.set_num_threads(1)
-    loaded = load_model(str(options.minilm), LoadOptions(device="cpu"))
-    data = DataOptions(str(options.minilm / "data"), limit=options.sentences, batch_size=options.batch, report_limit=1)
+    loaded = load_model(minilm, LoadOptions(device="cpu"))
+    data = DataOptions(f"{minilm}/data", limit=sentences, batch_size=batch, report_limit=1)
     batches = list(load_parts(data, loaded).score.batches())
     layers = hp.find_attention(loaded.model, batches[0])
     with launcher_ranks():
-        print(json.dumps({"batches": len(batches), "torch": torch.__version__}), flush=True)
-        for line in sys.stdin:
-            began = time.perf_counter()
-            found = hp.score(loaded.model, batches, line.strip(), layers=layers)
-            seconds = time.perf_counter() - began
-            print(json.dumps({"seconds": seconds, "scores": digest(found.flat(), found.flat_stderr())}), flush=True)
-
-
-class Workers:
-    """Processes that score together."""
-
-    def __init__(self, count: int, options: argparse.Namespace) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        own = [sys.executable, __file__, "--worker", "--minilm", str(options.minilm)]
-        own += ["--sentences", str(options.sentences), "--batch", str(options.batch)]
-        common = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1",
-            "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        }  # fmt: skip
-        self.processes = [
-            subprocess.Popen(
-                own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            )
-            for rank in range(count)
-        ]  # fmt: skip
-        self.facts, *_ = [self._answer(process) for process in self.processes]
-
-    def score(self, method: str) -> tuple[float, str]:
-        """Seconds until all are through, and a hash of the scores."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(method + "\n")
-            process.stdin.flush()
-        found = [self._answer(process) for process in self.processes]
-        if len({each["scores"] for each in found}) > 1:
-            raise SystemExit("The processes have different scores.")
-        return max(each["seconds"] for each in found), found[0]["scores"]
-
-    def close(self) -> None:
-        """End them."""
-        for process in self.processes:  # all of them before the first wait: none leaves before the others are through
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self.processes:
-            process.wait()
-
-    @staticmethod
-    def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise SystemExit("A process ended; see its error above.")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        hp.score(loaded.model, batches[:1], method, layers=layers)  # what torch loads on first use
+        current().gather("begin", None)
+        began = time.perf_counter()
+        scores = hp.score(loaded.model, batches, method, layers=layers)
+        seconds = time.perf_counter() - began
+    known = digest(repr((scores.flat().tolist(), scores.flat_stderr().tolist())))
+    return {"seconds": seconds, "batches": len(batches), "torch": torch.__version__, "scores": known}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every round, by method and number of processes."""
-    workers = {count: Workers(count, options) for count in (1, 2)}
-    found: dict[str, dict[int, list[float]]] = {method: {1: [], 2: []} for method in METHODS}
-    for round_ in range(options.rounds + 1):  # the first one warms up
-        for method in METHODS:
-            hashes = set()
-            for count in (1, 2) if round_ % 2 else (2, 1):
-                seconds, scores = workers[count].score(method)
-                hashes.add(scores)
-                if round_:
-                    found[method][count].append(seconds)
-                print(f"round {round_}, {method}, {count} process(es): {seconds:.2f} s", file=sys.stderr)
-            if len(hashes) > 1:
-                raise SystemExit(f"The scores by {method} depend on the number of processes.")
-    for each in workers.values():
-        each.close()
-    return {"seconds": found, **workers[1].facts}
+    processes, found = Processes(), {method: {1: [], 2: []} for method in METHODS}
+    given = {"minilm": str(options.minilm), "sentences": options.sentences, "batch": options.batch}
+    with tempfile.TemporaryDirectory() as folder:
+        for round_ in range(options.rounds):
+            for method in METHODS:
+                hashes = set()
+                for count in (1, 2) if round_ % 2 else (2, 1):
+                    ranks = processes.call(Path(folder), count, "benchmarks.ranks:score", **given, method=method)
+                    hashes |= {rank["scores"] for rank in ranks}
+                    found[method][count].append(max(rank["seconds"] for rank in ranks))
+                    print(f"round {round_ + 1}, {method}, {count} process(es): {found[method][count][-1]:.2f} s", file=sys.stderr)  # fmt: skip
+                if len(hashes) > 1:
+                    raise SystemExit(f"The scores by {method} depend on the number of processes.")
+    processes.close()
+    return {"seconds": found, "batches": ranks[0]["batches"], "torch": ranks[0]["torch"]}
 
 
 def section(found: dict[str, Any], options: argparse.Namespace) -> str:
@@ -154,16 +106,10 @@ def main() -> None:
     parser.add_argument("--sentences", type=int, default=256)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        worker(options)
-        return
     text = section(measure(options), options)
     print(text)
     if len(sys.argv) == 1:
-        from document import replace_section
-
         replace_section(ROOT / "docs" / "scale.md", "ranks", text)
 
 

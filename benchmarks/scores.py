@@ -49,6 +49,7 @@ ONCE = {"minilm": {"shapley", "mean-ablation", "resample-ablation"}, "smollm2": 
 COMPARED = ("ablation", "gradient")  # what every other method's ranks are compared with
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PERMUTATIONS = 16  # for Shapley values: enough to see their cost, and how unsure they still are
+IMAGES, SENTENCES, WINDOWS, LENGTH = 500, 128, 4, 128  # of a draw, and tokens of a window
 QUICK = 1.0  # seconds: a method that takes less is timed three times
 
 
@@ -63,29 +64,25 @@ class Subject:
     examples: str
 
 
-def of_parts(name: str, options: argparse.Namespace) -> Subject:
-    count, batch_size, what = (
-        (options.digits, 100, "images") if name == "digits" else (options.sentences, 32, "sentences")
-    )
-    loaded, parts = real.load(name, options.minilm, limit=2 * count, report_limit=1, batch_size=batch_size)
+def of_parts(name: str, minilm: Path | None) -> Subject:
+    count, batch_size, what = (IMAGES, 100, "images") if name == "digits" else (SENTENCES, 32, "sentences")
+    loaded, parts = real.load(name, minilm, limit=2 * count, report_limit=1, batch_size=batch_size)
     first, second = (real.drawn(parts.score, draw, count) for draw in (0, 1))
     return Subject(real.TITLES[name], loaded.model, first, second, f"{count} {what}")
 
 
-def smollm(options: argparse.Namespace) -> Subject:
+def smollm(minilm: Path | None) -> Subject:
     try:
         model, tokenizer = smollm2.load()
     except ModuleNotFoundError as error:
         raise real.LeftOutError(str(error)) from None
-    count, length = options.windows, options.length
-    windows = smollm2.text(tokenizer, 2 * count, length, skip=-(-smollm2.REPORT * smollm2.LENGTH // length))
-    first, second = ([{"input_ids": w, "labels": w} for w in half.split(4)] for half in windows.split(count))
-    return Subject(
-        "SmolLM2-135M-Instruct on IMDB's reviews", model, first, second, f"{count} windows of {length} tokens"
-    )
+    windows = smollm2.text(tokenizer, 2 * WINDOWS, LENGTH, skip=-(-smollm2.REPORT * smollm2.LENGTH // LENGTH))
+    first, second = ([{"input_ids": w, "labels": w} for w in half.split(4)] for half in windows.split(WINDOWS))
+    title = "SmolLM2-135M-Instruct on IMDB's reviews"
+    return Subject(title, model, first, second, f"{WINDOWS} windows of {LENGTH} tokens")
 
 
-SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {
+SUBJECTS: dict[str, Callable[[Path | None], Subject]] = {
     "digits": partial(of_parts, "digits"),
     "minilm": partial(of_parts, "minilm"),
     "smollm2": smollm,
@@ -124,14 +121,14 @@ def timed(work: Callable[[], Any], forward: Callable[[], float], before: float) 
     return result, {**found, "after": passes[-1]}
 
 
-def examine(key: str, subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
+def examine(key: str, subject: Subject, only: Sequence[str] | None) -> dict[str, Any]:
     """Every method on one model: on the first draw of examples, then on the second."""
     model = subject.model
     example = {k: v for k, v in subject.first[0].items() if k != "labels"}
     started = time.perf_counter()
     layers = hp.find_attention(model, example)
     trace = time.perf_counter() - started
-    names = options.methods or [n for n in METHODS if n not in EXCLUDED.get(key, ())]
+    names = only or [n for n in METHODS if n not in EXCLUDED.get(key, ())]
     methods: dict[str, Any] = {}
     for draw, batches in enumerate((subject.first, subject.second)):
 
@@ -233,11 +230,7 @@ def table(found: Mapping[str, Any]) -> list[str]:
 def section(document: Mapping[str, Any]) -> str:
     """The document's part: text, and a table for each model."""
     there = {key: m for key, m in document["models"].items() if "left_out" not in m}
-    lines = []
-    runs: dict[str, list[str]] = {}
-    for key, found in there.items():
-        runs.setdefault(found["about"], []).append(key)
-    lines += ["Made by:", "", *(f"- {', '.join(keys)} {run}" for run, keys in runs.items())]
+    lines = ["Made by:", "", *(f"- {key} {found['about']}" for key, found in there.items())]
     for key, found in document["models"].items():
         if "left_out" in found:
             lines += ["", f"### {key}", "", f"Left out: {found['left_out']}."]
@@ -254,19 +247,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), help="these models")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="these methods, expensive ones too")
-    parser.add_argument("--digits", type=int, default=500, help="images a draw (there are 1,000)")
-    parser.add_argument("--sentences", type=int, default=256, help="sentences a draw, for minilm-rt")
-    parser.add_argument("--windows", type=int, default=8, help="windows a draw, for SmolLM2")
-    parser.add_argument("--length", type=int, default=128, help="tokens a window")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="torch's; one, since two on busy cores wait for each other"
-    )
     parser.add_argument("--minilm", type=Path, help="where minilm-rt is")
     parser.add_argument("--json", type=Path, help="write every number here too")
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)  # two on busy cores wait for each other
     document: dict[str, Any] = {"models": {}}
     if options.json and options.json.exists():
         document = json.loads(options.json.read_text(encoding="utf-8"))
@@ -274,7 +260,7 @@ def main() -> None:
         if "methods" in document["models"].get(key, {}):
             continue
         try:
-            document["models"][key] = examine(key, SUBJECTS[key](options), options)
+            document["models"][key] = examine(key, SUBJECTS[key](options.minilm), options.methods)
         except real.LeftOutError as error:
             document["models"][key] = {"left_out": str(error)}
             say(f"{key} is left out: {error}")

@@ -123,11 +123,17 @@ def check_writable(folder: Path) -> None:
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 # What libraries say that do not raise an OSError with a number: safetensors, NumPy's `tofile`, and `torch.save`.
-_SAYS_FULL = re.compile(
-    r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\d+ requested and \d+ written|"
-    r"inline_container.*unexpected pos"
-)
-_SAYS_TOO_LARGE = re.compile(r"File too large|\(os error 27\)")
+_SAID = {
+    errno.ENOSPC: "No space left on device|Disk quota exceeded|\\(os error (28|122)\\)|\\d+ requested and \\d+ written|"
+    "inline_container.*unexpected pos",
+    errno.EFBIG: "File too large|\\(os error 27\\)",
+}
+
+
+def _number_of(error: BaseException) -> int:
+    """An error's number in `errno`; 0 if it is not the system's."""
+    own = (isinstance(error, OSError) and error.errno) or 0
+    return next((number for number, text in _SAID.items() if re.search(text, str(error))), own)
 
 
 def explained(error: BaseException) -> HeadPruneError | None:
@@ -136,28 +142,26 @@ def explained(error: BaseException) -> HeadPruneError | None:
     Libraries wrap such errors, and safetensors raises one that is not an OSError, so causes and texts are read.
     """
     for cause in causes(error):
-        system = cause if isinstance(cause, OSError) else OSError()
-        where = f" ({system.filename})" if system.filename else ""
-        if system.errno == errno.EFBIG or _SAYS_TOO_LARGE.search(str(cause)):
+        number, name = _number_of(cause), type(cause).__name__
+        where = f" ({cause.filename})" if isinstance(cause, OSError) and cause.filename else ""
+        if number == errno.EFBIG:
             return HeadPruneError(
                 f"A file would be larger than this process may write{where}.", "Raise the limit: `ulimit -f unlimited`."
             )
-        if system.errno in _FULL or _SAYS_FULL.search(str(cause)):
+        if number in _FULL:
             return HeadPruneError(
                 f"No space left on the disk{where}.",
                 "Free some, or use another disk (-o for the results, TMPDIR and HF_HOME for the rest), then run the same command "
                 "again: what score, prune or finetune had finished is kept.",
             )
-        if system.errno is not None and where:
+        if isinstance(cause, OSError) and number and where:
             return HeadPruneError(
-                f"{system.filename} cannot be read or written: {system.strerror}.",
-                "Check the path and its permissions.",
+                f"{cause.filename} cannot be read or written: {cause.strerror}.", "Check the path and its permissions."
             )
-        if system.errno == errno.ENOENT and not _has_folder():
+        if number == errno.ENOENT and not _has_folder():
             return HeadPruneError(
                 "The current folder is gone: it was removed, or made anew.", 'Go to one that is there (`cd "$PWD"`).'
             )
-        name = type(cause).__name__
         if isinstance(cause, MemoryError) or "OutOfMemory" in name or "can't allocate memory" in str(cause):
             return HeadPruneError(
                 "Memory ran out.", "Use a smaller --batch-size, a smaller --max-length, or a machine with more of it."
@@ -176,12 +180,7 @@ def _has_folder() -> bool:
 
 def is_of_the_disk(error: BaseException) -> bool:
     """Whether a disk is full, read-only or broken, so that nothing else can be written there either."""
-    return any(
-        (isinstance(cause, OSError) and cause.errno in _FULL | {errno.EFBIG, errno.EROFS, errno.EIO})
-        or _SAYS_FULL.search(str(cause)) is not None
-        or _SAYS_TOO_LARGE.search(str(cause)) is not None
-        for cause in causes(error)
-    )
+    return any(_number_of(cause) in _FULL | {errno.EFBIG, errno.EROFS, errno.EIO} for cause in causes(error))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

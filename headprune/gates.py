@@ -126,10 +126,8 @@ def module_of(model: nn.Module, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError:
-        raise HeadPruneError(
-            f"This model has no module {name}: the layers were traced on another model, or it was pruned since.",
-            "Call find_attention again.",
-        ) from None
+        message = f"This model has no module {name}: the layers were traced on another model, or it was pruned since."
+        raise HeadPruneError(message, "Call find_attention again.") from None
 
 
 class _Gate:
@@ -141,14 +139,12 @@ class _Gate:
         self.owner: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._scaled(hidden.movedim(self.dim, -1)).movedim(-1, self.dim)
-
-    def _scaled(self, hidden: Tensor) -> Tensor:
-        """``hidden``, whose last dimension holds the heads' features, times their gates.
+        """``hidden`` with the heads' features times their gates.
 
         Half precision is computed in float32: then a gate is not rounded, and neither is its derivative, a sum over tokens
         and features. A gate of 1 leaves ``hidden`` exactly as it is.
         """
+        hidden = hidden.movedim(self.dim, -1)
         gate = self.gate.to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
         gate = torch.cat([gate, gate.new_ones(*gate.shape[:-1], 1)], dim=-1)
         factor = gate[..., self._owner_of(hidden)]  # [features] or [batch, features]
@@ -163,16 +159,14 @@ class _Gate:
         if self.fill is not None:
             fill = self.fill(hidden.to(factor.dtype), len(gate) if gate.ndim > 1 else 0)
             scaled = scaled + fill * (1 - factor)
-        return scaled.to(hidden.dtype)
+        return scaled.to(hidden.dtype).movedim(-1, self.dim)
 
     def _owner_of(self, hidden: Tensor) -> Tensor:
         """The head of each input feature of W_O. A feature of no head has the constant 1 that stands behind the gates."""
         if self.owner is None or self.owner.device != hidden.device:
             if max(map(max, self.features)) >= hidden.shape[-1]:
-                raise HeadPruneError(
-                    f"Layer {self.name} is not as it was traced: its output projection has only {hidden.shape[-1]} inputs.",
-                    "The model was pruned since; call find_attention again.",
-                )
+                message = f"Layer {self.name} is not as it was traced: W_O has only {hidden.shape[-1]} inputs."
+                raise HeadPruneError(message, "The model was pruned since; call find_attention again.")
             owner = torch.full((hidden.shape[-1],), len(self.features), dtype=torch.long)
             for head, columns in enumerate(self.features):
                 owner[list(columns)] = head

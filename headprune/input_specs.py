@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.inputs import config_fields, first_rows, is_encoder_decoder, shortened
+from headprune.inputs import config_fields, first_rows, first_tokens, is_encoder_decoder, map_leaves
 from headprune.pruned import home
 
 _SPECS = "_headprune_input_specs"  # the attribute of a model
@@ -49,7 +49,7 @@ def record(model: nn.Module, example: Any) -> None:
     specs, special = [], _special_ids(model)
     for smaller in (True, False):
         try:
-            given = shortened(first_rows(example, ROWS), TOKENS) if smaller else example
+            given = first_tokens(first_rows(example, ROWS), TOKENS) if smaller else example
             specs.append(_spec_of(given, "", special))
         except (_NoSpecError, RuntimeError, NotImplementedError, TypeError):  # nested or sparse tensors, for instance
             continue
@@ -68,36 +68,53 @@ def recorded(model: nn.Module) -> list[Spec]:
     return specs
 
 
-def of_config(model: nn.Module) -> list[Spec]:
-    """Specs of what a transformers model takes, by its config; [] for other models."""
+def of_config(
+    model: nn.Module,
+    rows: int | None = None,
+    tokens: int = 8,
+    target_tokens: int = 4,
+    samples: int = 4000,
+    side: int = 32,
+) -> list[Spec]:
+    """Specs of what a transformers model takes, by its config; [] for other models.
+
+    Args:
+        rows: Examples; by default `ROWS` texts, or one image or sound.
+        tokens, target_tokens: Of a text, and of what an encoder-decoder's decoder reads.
+        samples: Of a sound.
+        side: Pixels of an image's side, where the config names none.
+    """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "main_input_name"):
         return []
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vision, name = getattr(config, "vision_config", config), str(model.main_input_name)
-    size, vocabulary = getattr(vision, "image_size", 32), getattr(text, "vocab_size", 0) or 0
-    sides = (size, size) if isinstance(size, int) else tuple(size)[-2:] if isinstance(size, tuple | list) else (32, 32)
+    size, vocabulary = getattr(vision, "image_size", None) or side, getattr(text, "vocab_size", 0) or 0
+    sides = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     pixels = (getattr(vision, "num_channels", 3), *sides)
-    ids = _other_ids(torch.full((ROWS, 8), vocabulary - 1), _special_ids(model)) if vocabulary > 6 else None
+    others, longest = rows or 1, max(tokens, target_tokens)
+    rows = rows or ROWS
+    every = _other_ids(torch.full((rows, longest), vocabulary - 1), _special_ids(model)) if vocabulary > 6 else None
     specs: list[dict[str, Any]] = []
-    if name == "input_ids" and ids is not None:
-        specs = [{name: ids, "attention_mask": torch.ones(ROWS, 8, dtype=torch.long)}, {name: ids}]
+    if name == "input_ids" and every is not None:
+        ids = every[:, :tokens]
+        specs = [{name: ids, "attention_mask": torch.ones_like(ids)}, {name: ids}]
         if hasattr(config, "vision_config"):  # CLIP and its like take both
-            specs.append({name: ids, "pixel_values": Noise((ROWS, *pixels))})
+            specs.append({name: ids, "pixel_values": Noise((rows, *pixels))})
     elif name == "pixel_values":
-        specs = [{name: Noise((1, *pixels))}]
+        specs = [{name: Noise((others, *pixels))}]
     elif name in ("input_values", "input_features"):
-        specs = [{name: Noise((1, *shape))} for shape in sound_shapes(config, name, 4000)]
-    if ids is not None:
+        specs = [{name: Noise((others, *shape))} for shape in _sound_shapes(config, name, samples)]
+    if every is not None:
         for spec in specs:
             if "pixel_values" in spec and hasattr(config, "text_config"):
-                spec["input_ids"] = ids[:1]
+                spec["input_ids"] = every[:others, :tokens]
             if is_encoder_decoder(model):
-                spec["decoder_input_ids"] = ids[: next(iter(spec.values())).shape[0], :4]
+                spec["decoder_input_ids"] = every[: next(iter(spec.values())).shape[0], :target_tokens]
     return specs
 
 
-def sound_shapes(config: Any, name: str, samples: int) -> list[tuple[int, ...]]:
+def _sound_shapes(config: Any, name: str, samples: int) -> list[tuple[int, ...]]:
     """Shapes of one sound that a model may take under the name ``input_values`` or ``input_features``, by its config."""
     bands, frames = (getattr(config, key, None) for key in ("num_mel_bins", "max_length"))
     if name == "input_values":
@@ -118,12 +135,12 @@ def with_own_dtype(model: nn.Module, specs: Iterable[Spec]) -> list[Spec]:
             return replace(leaf, dtype=str(own).removeprefix("torch."))
         return leaf.to(own) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return [each for spec in specs for each in (spec, _mapped(spec, cast))]
+    return [each for spec in specs for each in (spec, map_leaves(spec, cast))]
 
 
 def build(spec: Spec) -> Any:
     """An input of this spec, for ``headprune.inputs.call``."""
-    return _mapped(spec, lambda leaf: leaf.values() if isinstance(leaf, Noise) else leaf)
+    return map_leaves(spec, lambda leaf: leaf.values() if isinstance(leaf, Noise) else leaf)
 
 
 def pack(spec: Spec, stored: dict[str, Tensor]) -> dict[str, Any]:
@@ -153,13 +170,6 @@ def unpack(packed: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Spec:
     if kind in ("list", "tuple"):
         return {"list": list, "tuple": tuple}[kind](unpack(v, stored) for v in content)
     return content
-
-
-def _mapped(spec: Spec, change: Callable[[Any], Any]) -> Any:
-    """A spec with ``change`` of every leaf."""
-    if isinstance(spec, Mapping):
-        return {k: _mapped(v, change) for k, v in spec.items()}
-    return type(spec)(_mapped(v, change) for v in spec) if isinstance(spec, tuple | list) else change(spec)
 
 
 def _spec_of(value: Any, name: str, special: Iterable[int]) -> Spec:

@@ -112,15 +112,18 @@ def model_device(model: nn.Module) -> torch.device:
     return (execution_device(model) or device) if device.type == "meta" else device
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``change(tensor)`` in place of every tensor; a mapping becomes a dict, lists and tuples stay what they are."""
-    if isinstance(value, Tensor):
-        return change(value)
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with ``change(leaf)`` in place of everything in it; a mapping becomes a dict, lists and tuples stay what they are."""
     if isinstance(value, Mapping):
-        return {k: map_tensors(v, change) for k, v in value.items()}
+        return {k: map_leaves(v, change) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(map_tensors(v, change) for v in value)
-    return value
+        return type(value)(map_leaves(v, change) for v in value)
+    return change(value)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``change(tensor)`` in place of every tensor."""
+    return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 
 def move(value: Any, device: torch.device | str) -> Any:
@@ -169,15 +172,11 @@ def check_model(model: nn.Module) -> None:
     Raises:
         HeadPruneError: It is none.
     """
-    if isinstance(model, nn.Module):
-        return
-    inner = isinstance(getattr(model, "model", None), nn.Module)
-    raise HeadPruneError(
-        f"The model is a {type(model).__name__}, not a torch.nn.Module.",
-        f"Pass the model in it: {type(model).__name__.lower()}.model."
-        if inner
-        else "Load the model first, by transformers' from_pretrained or headprune.load, and pass that.",
-    )
+    if not isinstance(model, nn.Module):
+        raise HeadPruneError(
+            f"The model is a {type(model).__name__}, not a torch.nn.Module.",
+            "Pass what transformers' from_pretrained or headprune.load gives; of a pipeline, pipeline.model.",
+        )
 
 
 def check_weights(model: nn.Module) -> None:
@@ -230,7 +229,7 @@ def variants(example: Example) -> list[Example]:
     return result
 
 
-def shortened(example: Example, most: int) -> Example:
+def first_tokens(example: Example, most: int) -> Example:
     """The first ``most`` tokens of a text, ``input_ids`` and what is as long; any other example as it is."""
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
     if not isinstance(example, Mapping) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] <= most:
@@ -246,26 +245,25 @@ def _cut(name: str, value: Any, ids: Tensor, length: int) -> Any:
 
 def _padded(example: Example) -> Example | None:
     """The example with the last token of its first row flipped in every mask: padding, if it was none. None without a mask."""
-    changed = False
-
-    def other(value: Any) -> Any:
-        nonlocal changed
-        if not isinstance(value, Tensor) or value.ndim != 2 or value.shape[1] < 3 or value.numel() == 0:
-            return value
-        if value.dtype != torch.bool and bool(((value != 0) & (value != 1)).any()):
-            return value
-        changed = True
-        value = value.clone()
-        value[0, -1] = value[0, -1] == 0
-        return value
-
-    if isinstance(example, Mapping):
-        result: Example = {k: other(v) if "mask" in k else v for k, v in example.items()}
-    elif isinstance(example, tuple | list):
-        result = tuple(other(v) if isinstance(v, Tensor) and not v.is_floating_point() else v for v in example)
-    else:
+    if isinstance(example, Tensor):
         return None
-    return result if changed else None
+    if isinstance(example, Mapping):
+        result: Example = {k: _flipped(v) if "mask" in k else v for k, v in example.items()}
+    else:
+        result = tuple(_flipped(v) if isinstance(v, Tensor) and not v.is_floating_point() else v for v in example)
+    same = all(a is b for a, b in zip(tensors(result), tensors(example), strict=True))
+    return None if same else result
+
+
+def _flipped(value: Any) -> Any:
+    """A mask ``[rows, tokens]`` with the last token of its first row flipped; anything else as it is."""
+    if not isinstance(value, Tensor) or value.ndim != 2 or value.shape[1] < 3 or value.numel() == 0:
+        return value
+    if value.dtype != torch.bool and bool(((value != 0) & (value != 1)).any()):
+        return value
+    value = value.clone()
+    value[0, -1] = value[0, -1] == 0
+    return value
 
 
 def scrambled(example: Example, vocabulary: int) -> list[Example]:

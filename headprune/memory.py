@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from headprune.errors import HeadPruneError
@@ -15,7 +15,6 @@ _OUT_OF_MEMORY = (
     "can't allocate memory", "CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )  # fmt: skip
-_UNKNOWN = 2 << 30  # bytes to assume where the system does not say
 
 
 def free_memory(device: torch.device) -> int:
@@ -24,11 +23,7 @@ def free_memory(device: torch.device) -> int:
         # What PyTorch holds and does not use can be allocated too, though the driver counts it as taken.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + held
-    try:
-        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(facts["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux
-        return _UNKNOWN
+    return int(psutil.virtual_memory().available)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

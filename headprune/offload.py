@@ -27,9 +27,14 @@ Undo = Callable[[], None]
 
 def hook_of(module: nn.Module) -> Any:
     """The hook that loads a module's own weights when it runs; None where they are not kept elsewhere."""
+    offloading = (h for h in _hooks(module) if getattr(h, "offload", False) and h.weights_map is not None)
+    return next(offloading, None)
+
+
+def _hooks(module: nn.Module) -> Sequence[Any]:
+    """Accelerate's hooks on a module."""
     hook = vars(module).get("_hf_hook")
-    each = getattr(hook, "hooks", (hook,))
-    return next((h for h in each if getattr(h, "offload", False) and getattr(h, "weights_map", None) is not None), None)
+    return getattr(hook, "hooks", (hook,))
 
 
 def is_elsewhere(module: nn.Module, name: str) -> bool:
@@ -50,13 +55,8 @@ def is_dispatched(model: nn.Module) -> bool:
 
 def execution_device(model: nn.Module) -> torch.device | None:
     """The device that inputs go to; None where no hook names one."""
-    for module in model.modules():
-        hook = vars(module).get("_hf_hook")
-        for each in getattr(hook, "hooks", (hook,)):
-            place = getattr(each, "execution_device", None)
-            if place is not None and str(place) not in ("meta", "disk"):
-                return torch.device(place)
-    return None
+    places = (getattr(hook, "execution_device", None) for module in model.modules() for hook in _hooks(module))
+    return next((torch.device(p) for p in places if p is not None and str(p) not in ("meta", "disk")), None)
 
 
 def value_of(module: nn.Module, name: str) -> Tensor:
@@ -68,9 +68,8 @@ def value_of(module: nn.Module, name: str) -> Tensor:
     tensor: Tensor = _tensors(module, name)[name]
     if not tensor.is_meta:
         return tensor
-    hook = hook_of(module)
+    stored: Mapping[str, Tensor] = getattr(hook_of(module), "weights_map", {})
     with torch.no_grad():
-        stored: Mapping[str, Tensor] = {} if hook is None else hook.weights_map
         return stored[name].detach().to(tensor.dtype)
 
 
@@ -94,7 +93,7 @@ def _place(stored: Any, name: str) -> object:
 
 
 def put(module: nn.Module, name: str, value: Tensor, *, in_memory: bool = False) -> Undo:
-    """Give a module's own tensor that is kept elsewhere other numbers, of any shape; the placeholder becomes one of that shape.
+    """Replace the numbers of a module's tensor that is kept elsewhere, also by a tensor of another shape; the placeholder is replaced, too.
 
     Args:
         in_memory: Whether they may stay in the CPU's memory where the old ones are on disk.
@@ -153,14 +152,12 @@ class Offloaded(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module) -> None:
         self._plain: dict[str, Tensor] = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-        modules = dict(model.named_modules(remove_duplicate=False))
-        owners = {name: (modules.get(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self._plain}
-        # What stands for weights that are gone is in no module that has a name.
-        self._own = {
-            k: (module, own)
-            for k, (module, own) in owners.items()
-            if module is not None and own in _tensors(module, own)
-        }
+        modules, self._own = dict(model.named_modules(remove_duplicate=False)), dict[str, tuple[nn.Module, str]]()
+        for name in self._plain:
+            owner, _, own = name.rpartition(".")
+            # What stands for weights that are gone is in no module that has a name.
+            if owner in modules and own in _tensors(modules[owner], own):
+                self._own[name] = modules[owner], own
         self._tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
 
     def __getitem__(self, name: str) -> Tensor:
@@ -173,10 +170,6 @@ class Offloaded(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._plain)
-
-    def placeholder(self, name: str) -> Tensor:
-        """Of the same shape and type, perhaps without numbers."""
-        return self._plain[name]
 
     def place(self, name: str) -> object:
         """Where a tensor's numbers are: equal for two names of one tensor."""
@@ -215,7 +208,8 @@ def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
     if not is_dispatched(model):
         return copy.deepcopy(model)
     names = tuple(f"{name}." for name in own)
-    shared: dict[int, Any] = {id(h.weights_map): h.weights_map for h in map(hook_of, model.modules()) if h is not None}
+    maps = [hook.weights_map for hook in map(hook_of, model.modules()) if hook is not None]
+    shared: dict[int, Any] = {id(each): each for each in maps}
     for name, parameter in model.named_parameters():
         if not name.startswith(names):
             shared[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
@@ -230,18 +224,19 @@ def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
 
 def reads_from(model: nn.Module, folder: str | os.PathLike[str]) -> bool:
     """Whether some weights of a model are read from files in a folder."""
-    loaders = {
-        id(loader): loader
-        for h in map(hook_of, model.modules())
-        if h is not None and (loader := _loader(h.weights_map)) is not None
-    }
-    entries = (entry for loader in loaders.values() for entry in getattr(loader, "index", {}).values())
+    entries = (entry for loader in _loaders(model) for entry in getattr(loader, "index", {}).values())
     files = {entry["safetensors_file"] for entry in entries if entry.get("safetensors_file")}
     return any(os.path.dirname(os.path.realpath(file)) == os.path.realpath(folder) for file in files)
 
 
+def _loaders(model: nn.Module) -> list[Any]:
+    """What reads a model's weights, each once."""
+    every = [_loader(hook.weights_map) for hook in map(hook_of, model.modules()) if hook is not None]
+    return list({id(loader): loader for loader in every}.values())
+
+
 def with_numbers(module: nn.Module) -> nn.Module:
-    """A module whose tensors without entries, which stand for weights that are gone, are not on the meta device: they are saved, too."""
+    """Move a module's empty tensors, which stand for removed weights, off the meta device, so that they are saved; returns the module."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta and not buffer.numel():
             module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -260,14 +255,14 @@ class _Aligned(OffloadedWeightsLoader):  # type: ignore[misc]
 
 
 def aligned(model: nn.Module) -> None:
-    """Let weights that are read from files be copied to memory that starts where any tensor starts."""
-    for hook in map(hook_of, model.modules()):
-        if hook is not None and isinstance(loader := _loader(hook.weights_map), OffloadedWeightsLoader):
+    """Copy weights that are read from files into aligned memory, so that kernels sum in the same order as for other tensors."""
+    for loader in _loaders(model):
+        if isinstance(loader, OffloadedWeightsLoader):
             loader.__class__ = _Aligned
 
 
 def on_disk(*shape: int, dtype: torch.dtype = torch.float64, folder: str | os.PathLike[str] | None = None) -> Tensor:
-    """Zeros in a file of their own, which the system reads and writes as there is memory, and which goes with the tensor.
+    """Zeros in a memory-mapped file, which is deleted together with the tensor.
 
     Args:
         folder: For the file; that of temporary files, by default.

@@ -1,35 +1,21 @@
-"""Options of a search, as plain values that the command line, run folders and Python functions share. No torch is imported here."""
+"""Options of a search, as plain values that the command line, run folders and Python functions share. No torch is imported here.
+
+A field that the command line shows says how in its type: ``Annotated[type, typer.Option(...)]``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
+
+import typer
 
 from headprune.budgets import Budget
 
 MAX_SEED = 2**31 - 1  # NumPy takes no more than 2**32 - 1, and some draws add to it
-AUTO = "auto"
 
-
-@dataclass(frozen=True)
-class Flag:
-    """How the command line shows a field of options, as the second part of ``Annotated[type, Flag(…)]``; a field without one it does not show.
-
-    Attributes:
-        help: In ``--help``.
-        name: Such as ``"--time"``; by default the field's.
-        short: A letter for it, such as ``"-L"``.
-        least: The smallest number.
-        metavar: What stands for the value.
-        panel: The heading in ``--help``; by default the group's.
-    """
-
-    help: str
-    name: str = ""
-    short: str = ""
-    least: float | None = None
-    metavar: str | None = None
-    panel: str | None = None
+_planning = partial(typer.Option, rich_help_panel="Planning")
 
 
 @dataclass(frozen=True)
@@ -49,20 +35,19 @@ class SearchOptions:
     budgets: tuple[Budget, ...] = ()
     strategy: Annotated[
         str,
-        Flag(
-            "How the heads to remove are chosen; `headprune methods` lists the strategies.",
-            short="-s",
-            panel="Planning",
+        _planning(
+            "--strategy", "-s", help="How the heads to remove are chosen; `headprune methods` lists the strategies."
         ),
-    ] = AUTO
-    protect: Annotated[str | tuple[str, ...], Flag("Layers and heads that stay: L0,L3.H7.", panel="Planning")] = ""
-    min_heads_per_layer: Annotated[int, Flag("Query heads that every layer keeps.", least=0, panel="Planning")] = 0
+    ] = "auto"
+    protect: Annotated[str, _planning(help="Layers and heads that stay: L0,L3.H7.", show_default=False)] = ""
+    min_heads_per_layer: Annotated[
+        int, _planning(min=0, help="Query heads that every layer keeps.", show_default=False)
+    ] = 0
     repair: bool = True
     effort: Annotated[
         str,
-        Flag(
-            "How much work the search for heads may take: low, normal or high (counted, never timed; see docs/planning.md).",
-            panel="Planning",
+        _planning(
+            help="How much work the search for heads may take: low, normal or high (counted, never timed; see docs/planning.md)."
         ),
     ] = "normal"
     seed: int = 0

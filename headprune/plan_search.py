@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Protocol
 
 from torch import nn
@@ -22,9 +22,9 @@ from headprune.budgets.subject import Subject
 from headprune.checkpoint import StockCounts
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example
-from headprune.options import AUTO, SearchOptions
-from headprune.planning import GROUPS, SLICES, Constraints, Order, Search, arrange, strategy_named
-from headprune.planning.search import dense_looks, work_of
+from headprune.options import SearchOptions
+from headprune.planning import AUTO, GROUPS, SLICES, Constraints, Order, Search, arrange, needs_scores, strategy_named
+from headprune.planning.search import work_of
 from headprune.planning.strategies import Work, effort_named
 from headprune.running import Progress
 from headprune.scoring import HeadScores
@@ -59,23 +59,18 @@ class CallbackConsole:
         yield report
 
 
-@dataclass(frozen=True)
-class OrderRequest:
-    """An order to make: its name, the strategy, and the scores to make it from, if any."""
-
-    name: str
-    strategy: str
-    scores: HeadScores | None = None
+Sources = dict[str, tuple[str, HeadScores | None]]
+"""Orders by their names: the strategy that makes each, and the scores it is made from, if any."""
 
 
-def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> list[OrderRequest]:
+def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> Sources:
     """The orders to make."""
     if options.strategy == AUTO:
-        own = [OrderRequest(name, name) for name in ("compensated", "re-scored")]
-        return [*own, *(OrderRequest(s.method, "one-shot", s) for s in scores)]
-    if strategy_named(options.strategy).needs_scores:
-        return [OrderRequest(s.method, options.strategy, s) for s in scores]
-    return [OrderRequest(options.strategy, options.strategy)]
+        own: Sources = {name: (name, None) for name in ("compensated", "re-scored")}
+        return own | {s.method: ("one-shot", s) for s in scores}
+    if needs_scores(options.strategy):
+        return {s.method: (options.strategy, s) for s in scores}
+    return {options.strategy: (options.strategy, None)}
 
 
 def constraints_of(options: SearchOptions, layers: Sequence[AttentionLayer]) -> Constraints:
@@ -133,13 +128,11 @@ def find_plans(
         HeadPruneError: A budget that no order can meet.
     """
     start = SearchStart.of(options, trials)
-    requests, work = _affordable(start, orders_for(options, scores), trials, console)
-    if len(requests) > 1:
+    sources, work = _affordable(start, orders_for(options, scores), trials, console)
+    if len(sources) > 1:
         trials.check_compares()
-    orders = _make_orders(start, requests, trials, console)
-    fits, misses = _fit_budgets(options.budgets, orders, subject_for, console)
-    if not fits:
-        raise misses[0]
+    orders = _make_orders(start, sources, trials, console)
+    fits = _fit_budgets(options.budgets, orders, subject_for, console)
     judged_by = trials.judged_by if len(orders) > 1 else ""
     if len(fits) == 1:
         return SearchResult(next(iter(fits.values())), orders, work, judged_by=judged_by)
@@ -174,7 +167,7 @@ class SearchStart:
         counts = [count for budget in options.budgets if (count := budget.heads(total)) is not None]
         by_groups = any(budget.by_groups for budget in options.budgets) or not has_groups(layers)
         search = Search(
-            layers, constraints=constraints_of(options, layers), seed=options.seed, model=trials.model, batches=trials.batches,
+            layers, constraints=constraints_of(options, layers), model=trials.model, batches=trials.batches,
             store=trials.store, effort=effort_named(options.effort), loss_fn=trials.loss_fn,
         )  # fmt: skip
         # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
@@ -182,10 +175,6 @@ class SearchStart:
         if len(counts) < len(options.budgets):  # some may need fewer heads than are asked for by number
             levels = sorted({*levels, *levels_of(total, [])})
         return cls(search, counts, levels, (GROUPS,) if by_groups else (GROUPS, SLICES))
-
-    def work(self, strategy: str, trials: Trials) -> Work:
-        """What an order by a strategy is counted to cost."""
-        return work_of(self.search, lambda: trials.calibration, strategy, self.levels, len(self.kinds))
 
 
 def passes_of(options: SearchOptions, scores: Sequence[HeadScores], trials: Trials) -> float:
@@ -216,52 +205,44 @@ def levels_of(total: int, counts: Sequence[int]) -> list[int]:
 
 
 def _affordable(
-    start: SearchStart, requests: Sequence[OrderRequest], trials: Trials, console: SearchConsole
-) -> tuple[list[OrderRequest], dict[str, Work]]:
+    start: SearchStart, sources: Sources, trials: Trials, console: SearchConsole
+) -> tuple[Sources, dict[str, Work]]:
     """The orders that the effort allows, never none, and what each was counted to cost. Says what they cost, and what is left out.
 
     Decided by counted work, so that the same seed gives the same plan on every machine, however busy.
     """
     effort = start.search.effort
-    chosen: list[OrderRequest] = []
+    chosen: Sources = {}
     work: dict[str, Work] = {}
-    for request in requests:
-        cost = start.work(request.strategy, trials)
-        if request.strategy == "re-scored" and chosen and not effort.allows(cost):
+    for name, (strategy, scores) in sources.items():
+        cost = work_of(start.search, lambda: trials.calibration, strategy, start.levels, len(start.kinds))
+        if strategy == "re-scored" and chosen and not effort.allows(cost):
             why = f"it would take about {cost}, and at effort {effort.name} an order may take {effort.limit}"
-            work[request.name] = replace(cost, left_out=why)
-            console.say(f"Not tried: {request.name}, since {why} (--effort high, or --strategy {request.name}).")
+            work[name] = replace(cost, left_out=why)
+            console.say(f"Not tried: {name}, since {why} (--effort high, or --strategy {name}).")
             continue
         if cost.passes:
-            work[request.name] = cost
-        chosen.append(request)
+            work[name] = cost
+        chosen[name] = strategy, scores
     # Statistics, and a first look, are made once for all.
     if costs := [cost for cost in work.values() if cost.left_out is None]:
         console.say(f"Planning will take about {max(costs, key=lambda cost: cost.passes)}.")
     return chosen, work
 
 
-def _make_orders(
-    start: SearchStart, requests: Sequence[OrderRequest], trials: Trials, console: SearchConsole
-) -> dict[str, Order]:
+def _make_orders(start: SearchStart, sources: Sources, trials: Trials, console: SearchConsole) -> dict[str, Order]:
     """The orders in which heads may go, by name."""
 
-    @cache
-    def dense_search() -> Search:
-        """With what is known of the dense model, measured once for all strategies that run it."""
-        search = replace(start.search, calibration=trials.calibration)
-        return replace(search, dense_looks=dense_looks(search, start.kinds))
-
-    def make(request: OrderRequest, progress: Progress) -> Order:
-        search = dense_search() if strategy_named(request.strategy).runs_model else start.search
-        search = replace(search, scores=request.scores, progress=progress)
-        return arrange(search, request.strategy, start.levels, trials.merit, start.kinds, start.counts)
+    def make(strategy: str, scores: HeadScores | None, progress: Progress) -> Order:
+        search = replace(start.search, scores=scores, progress=progress)
+        if strategy_named(strategy).runs_model:
+            search = replace(search, calibration=trials.calibration)
+        return arrange(search, strategy, start.levels, trials.merit, start.kinds, start.counts)
 
     orders: dict[str, Order] = {}
-    for request in requests:
-        label = f"planning by {request.strategy}, {request.name}" if request.scores else f"planning by {request.name}"
-        with console.track(label) as progress:
-            orders[request.name] = trials.store.get(f"order {request.name}", partial(make, request, progress))
+    for name, (strategy, scores) in sources.items():
+        with console.track(f"planning by {strategy}, {name}" if scores else f"planning by {name}") as progress:
+            orders[name] = trials.store.get(f"order {name}", partial(make, strategy, scores, progress))
     if len(orders) > 1 and trials.passes:
         examples = trials.calibration.runner.examples
         console.say(f"All orders together took about {trials.passes:.0f} forward passes over {examples:,} examples.")
@@ -273,8 +254,12 @@ def _fit_budgets(
     orders: Mapping[str, Order],
     subject_for: Callable[[Budget], Subject],
     console: SearchConsole,
-) -> tuple[dict[str, tuple[Fit, ...]], list[HeadPruneError]]:
-    """The plans of every order that meets all budgets, and why others do not."""
+) -> dict[str, tuple[Fit, ...]]:
+    """The plans of every order that meets all budgets; says why others do not.
+
+    Raises:
+        HeadPruneError: None does: what is wrong with the first.
+    """
     fits: dict[str, tuple[Fit, ...]] = {}
     misses: list[HeadPruneError] = []
     with console.track(f"fitting {', '.join(map(str, budgets))}") as progress:
@@ -285,7 +270,9 @@ def _fit_budgets(
                 misses.append(miss)
                 console.say(f"By {name}: {miss.args[0]}")
             progress(i + 1, len(orders))
-    return fits, misses
+    if not fits:
+        raise misses[0]
+    return fits
 
 
 def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from headprune import documents
 from headprune.attention import AttentionLayer, Heads, check_heads, check_possible
+from headprune.documents import Count
 from headprune.errors import HeadPruneError
 from headprune.files import read_json, write_json
 from headprune.fingerprint import fingerprint, has_identity, identity
-from headprune.pruned import note_was_repaired
+from headprune.pruned import add_record
 
 Keep = int | float | str
 
@@ -41,9 +44,9 @@ class PruningPlan:
     """
 
     drop: Heads
-    kept: int = 0
-    total: int = 0
-    asked: int = 0
+    kept: Count = 0
+    total: Count = 0
+    asked: Count = 0
     method: str = ""
     model: str = ""
     notes: tuple[str, ...] = ()
@@ -97,34 +100,19 @@ class PruningPlan:
         return PruningPlan(drop, kept, total, kept, model=self.model, notes=edited)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "drop": self.drop, "kept": self.kept, "total": self.total, "asked": self.asked, "budget": self.budget,
-            "strategy": self.strategy, "method": self.method, "model": self.model, "notes": list(self.notes),
-        }  # fmt: skip
+        values: dict[str, Any] = documents.to_json(self)
+        return values
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PruningPlan:
-        for name, heads in data["drop"].items():
-            if not isinstance(heads, list) or not all(type(h) is int for h in heads):
-                raise HeadPruneError(
-                    f"Layer {name}: {heads!r:.60} is no list of heads.", "Heads are whole numbers, such as [0, 3]."
-                )
-            if heads and min(heads) < 0:
-                raise HeadPruneError(f"Layer {name} has no head {min(heads)}.", "Heads are counted from 0.")
-            if len(set(heads)) < len(heads):
-                raise HeadPruneError(f"Layer {name}: head {_twice(heads)} is listed twice.", "Name every head once.")
-        kept, total, asked = (data.get(name, 0) for name in ("kept", "total", "asked"))
-        for number in (kept, total, asked):
-            if type(number) is not int or number < 0:
-                raise ValueError(f"{number!r:.60} is no number of heads")
-        texts = [data.get(name, "") for name in ("method", "model", "strategy", "budget")]
-        notes = data.get("notes", [])
-        for text in (*texts, *notes):
-            if not isinstance(text, str) or not isinstance(notes, list | tuple):
-                raise TypeError(f"{text!r:.60} is no text")
-        drop = {name: list(heads) for name, heads in data["drop"].items()}
-        method, model, strategy, budget = texts
-        return cls(drop, kept, total, asked, method, model, tuple(notes), strategy, budget)
+        """The plan that plain values describe; further keys are left out, since people write notes of their own there.
+
+        Raises:
+            ValueError: What is wrong, and its place.
+        """
+        known = {field.name for field in fields(cls)}
+        plan: PruningPlan = documents.from_json(cls, {key: value for key, value in data.items() if key in known})
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Write to a JSON file, a line per layer."""
@@ -141,10 +129,11 @@ class PruningPlan:
         data = read_json(Path(path), "plan", lambda: remarks.append(f"{Path(path).name} {_EDITED}"))
         try:
             plan = cls.from_json(data)
-            return replace(plan, notes=(*plan.notes, *remarks))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise HeadPruneError(f"{path} is a damaged plan ({what}).", "Plan again.") from None
+        except ValueError as error:
+            raise HeadPruneError(
+                f"{path} is a damaged plan ({error}).", "Heads are whole numbers, such as [0, 3]; or plan again."
+            ) from None
+        return replace(plan, notes=(*plan.notes, *remarks))
 
 
 @dataclass(frozen=True)
@@ -165,11 +154,6 @@ class RepairNote:
 _REPAIRED = "_headprune_repaired"
 
 
-def _twice(heads: Sequence[int]) -> int:
-    """The first head that a list has more than once."""
-    return next(h for i, h in enumerate(heads) if h in heads[:i])
-
-
 def note_repaired(model: nn.Module, dense: tuple[str, ...], drop: Heads) -> None:
     """Note on a model that it was repaired for the removal of ``drop``.
 
@@ -177,7 +161,7 @@ def note_repaired(model: nn.Module, dense: tuple[str, ...], drop: Heads) -> None
         dense: Fingerprints of the model before, any of which a plan may name.
     """
     model.__dict__[_REPAIRED] = RepairNote(dense, fingerprint(model), drop)
-    note_was_repaired(model)
+    add_record(model, {"repaired": True})
 
 
 def keep_of(keep: Keep) -> int | float:
@@ -189,33 +173,20 @@ def keep_of(keep: Keep) -> int | float:
     Raises:
         HeadPruneError: Not a number, or 0 or less.
     """
-    wrong = HeadPruneError(
-        f"keep {keep} is not a number of heads.", "Give a count (36), a percentage (50%) or a share (0.5)."
-    )
-    number: int | float
+    text = str(keep).strip()
+    percent = text.endswith("%")
     try:
-        if isinstance(keep, str) and keep.strip().endswith("%"):
-            number = float(keep.strip()[:-1]) / 100
-        elif isinstance(keep, str):
-            number = _whole(float(keep)) if "." in keep else int(keep)
-        else:
-            number = _whole(keep) if isinstance(keep, float) else int(keep)
-    except (TypeError, ValueError, OverflowError):
-        raise wrong from None
-    if number != number:
-        raise wrong
+        number = float(text.removesuffix("%")) / (100 if percent else 1)
+    except ValueError:
+        number = math.nan
+    share = percent or ("." in text and number <= 1)  # "1" is a count
+    if math.isnan(number) or not (share or number.is_integer()):
+        raise HeadPruneError(
+            f"keep {keep} is not a number of heads.", "Give a count (36), a percentage (50%) or a share (0.5)."
+        )
     if number <= 0:
         raise HeadPruneError(f"keep {keep} leaves no head.", "Keep at least 1.")
-    return number
-
-
-def _whole(number: float) -> int | float:
-    """A number above 1 as a count; up to 1 it is a share."""
-    if number <= 1:
-        return number
-    if not number.is_integer():
-        raise ValueError
-    return int(number)
+    return number if share else int(number)
 
 
 def heads_to_keep(keep: Keep, total: int) -> int:

@@ -17,7 +17,7 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
 from headprune.inputs import check_weights, inputs_of, usable, without_labels
 from headprune.losses import LossFn
-from headprune.options import AUTO, SearchOptions
+from headprune.options import SearchOptions
 from headprune.plan_search import (
     CallbackConsole,
     SearchConsole,
@@ -29,7 +29,7 @@ from headprune.plan_search import (
     may_add_biases,
     subject_of,
 )
-from headprune.planning import strategy_named
+from headprune.planning import AUTO, check_strategy, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import Keep, PruningPlan
 from headprune.running import Progress
@@ -65,20 +65,18 @@ def search(
 ) -> list[PruningPlan]:
     """Find the heads that can go: what `headprune prune` finds with the same examples.
 
-    ``auto`` makes several orders in which heads may go: by how much the model's answers change when a head goes and the others are refitted
-    (once, and again while heads go), and by scores. The plans of each are repaired and compared on other examples, and the order is
-    taken whose plans stay nearest to the dense model's answers.
+    ``auto`` makes several orders in which heads may go (by scores, and by how much the model's answers change when a head goes and the others
+    are refitted), and takes the one whose plans, repaired, stay nearest to the dense model's answers on other examples.
 
     Args:
         model: The dense model; its mode and weights are left as they were.
         batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``. Never those of the report.
         keep: How many heads to keep: a count (36), a share (0.5) or a percentage ("50%"), or several of these.
         budgets: What else a plan must hold, or several of these: ``"latency 80%"``, ``"flops 1.2G"``, ``"params 60M"``, ``"kv-cache 50%"`` (of
-            the dense model's, or in the unit; all on the first batch), or ``"drop 0.01"``: the fewest heads whose loss of accuracy on
-            ``choose`` is below this with 95 % confidence (of perplexity where there is no accuracy; for language models `headprune prune`
-            goes by perplexity, this by the accuracy of tokens).
+            the dense model's, or in the unit; all on the first batch), or ``"drop 0.01"``: the fewest heads whose loss of accuracy (else of
+            perplexity; for language models `headprune prune` goes by that) on ``choose`` is below this with 95 % confidence.
         choose: Other batches, that plans are compared on. By default every fourth of ``batches`` is set aside for this.
-        strategy: How heads are picked, a name of `headprune.planning.STRATEGIES`.
+        strategy: How heads are picked: ``"auto"``, or a name of `headprune.planning.STRATEGIES`.
         scores: From `headprune.score`. By default ``auto`` scores by gradient, others that need scores also by ablation; ``()``: none.
         repair: Whether the model will be repaired, so that plans are made for and compared on repaired models.
         protect: What must stay: ``"L0,L3.H7"``.
@@ -92,7 +90,7 @@ def search(
         progress: Called with (steps done, steps in all, note).
 
     Returns:
-        A plan for each of ``keep``, then for each of ``budgets``, in that order. They are nested: heads that go from a larger model go from a smaller one too.
+        A plan for each of ``keep``, then for each of ``budgets``. They are nested: heads that go from a larger model go from a smaller one too.
 
     Raises:
         HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, or no examples.
@@ -101,7 +99,7 @@ def search(
     given = _examples(batches)
     layers = layers_for(model, layers, batches=given)
     wanted = budgets_of(keep, budgets, maskable_of(model, layers))
-    protect = protect if isinstance(protect, str) else tuple(protect)
+    protect = protect if isinstance(protect, str) else ",".join(protect)
     options = SearchOptions(wanted, strategy, protect, min_heads_per_layer, repair, effort, seed)
     with torch.inference_mode(False), together(accelerator, model, given):
         result = _search(model, layers, given, choose, options, scores, loss_fn, distil, CallbackConsole(progress))
@@ -130,16 +128,19 @@ def _search(
     """What `find_plans` finds with scores that were given, or are made here, on batches that were given, or are set aside here."""
     constraints_of(options, maskable_of(model, layers))
     effort_named(options.effort)
+    check_strategy(options.strategy)
     known = [scores] if isinstance(scores, HeadScores) else list(scores or ())
     methods = methods_for(options.strategy) if scores is None else ()
-    if strategy_named(options.strategy).needs_scores and not (known or methods):
+    if needs_scores(options.strategy) and not (known or methods):
         raise HeadPruneError(f"The strategy {options.strategy} needs scores.", "Pass scores= from headprune.score.")
     by_metric = any(budget.by_metric for budget in options.budgets)
     compares = by_metric or options.strategy == AUTO or has_groups(layers) or len(known or methods) > 1
     fitted_to, others = usable(split_batches(batches, choose, compares))
     inputs = without_labels(model, inputs_of(model, fitted_to[0]))
     metric = _metric(model, others, loss_fn) if by_metric else "loss"
-    _check_dense(options.budgets, Subject(model, layers, inputs, inputs, metric=metric))
+    for budget in options.budgets:
+        if budget.kind != "keep":  # to keep all heads is a plan, too
+            budget.check_dense(Subject(model, layers, inputs, inputs, metric=metric))
     settings: dict[str, Any] = {"loss_fn": loss_fn, "distil": distil, "layers": layers, "seed": options.seed}
     for method in methods:
         with console.track(f"scoring by {method}") as report:
@@ -156,35 +157,26 @@ def methods_for(strategy: str) -> tuple[str, ...]:
     """The scores that a strategy makes where there are none; by gradient is enough for `AUTO`, as it makes orders of its own."""
     if strategy == AUTO:
         return ("gradient",)
-    return DEFAULT_METHODS if strategy_named(strategy).needs_scores else ()
+    return DEFAULT_METHODS if needs_scores(strategy) else ()
 
 
 def budgets_of(
     keep: Keep | Sequence[Keep], others: str | Budget | Sequence[str | Budget], layers: Sequence[AttentionLayer]
 ) -> tuple[Budget, ...]:
     """A budget for every number of heads, and the others; what no model of these layers can keep is refused."""
-    keeps = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else list(keep)
-    given = [others] if isinstance(others, str | Budget) else list(others)
-    if not keeps and not given:
+    keeps = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else keep
+    wanted = [budget_of(f"keep {each}") for each in keeps]
+    for other in [others] if isinstance(others, str | Budget) else others:
+        wanted.append(budget_of(other) if isinstance(other, str) else other)
+        wanted[-1].check()
+    if not wanted:
         raise HeadPruneError(
             "keep= names no number of heads, and budgets= nothing else.",
             'Pass keep=36, keep="50%" or keep=[36, "25%"], or budgets="flops 80%".',
         )
-    wanted = [budget_of(f"keep {each}") for each in keeps]
-    for other in given:
-        wanted.append(budget_of(other) if isinstance(other, str) else other)
-        wanted[-1].check()
     for budget in wanted:
         budget.heads(sum(layer.num_heads for layer in layers))
     return tuple(wanted)
-
-
-def _check_dense(budgets: Sequence[Budget], subject: Subject) -> None:
-    """Refuse budgets that the dense model holds; to keep all heads is a plan, too."""
-    total = sum(layer.num_heads for layer in subject.layers if layer.maskable)
-    for budget in budgets:
-        if budget.heads(total) is None:
-            budget.check_dense(subject)
 
 
 def _metric(model: nn.Module, chooses: Sequence[Any], loss_fn: LossFn | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -35,10 +35,11 @@ class ComparedPlan:
     loss: float | None = None
 
 
+@dataclass(eq=False)
 class Trials:
     """Plans tried on the examples that choose: heads masked, not removed, and the others repaired. Each is measured once.
 
-    Args:
+    Attributes:
         model: The dense model. It changes only while a context of `repaired` lasts.
         layers: Its attention layers.
         batches: Examples that repair is fitted to, and that heads are ranked by.
@@ -50,24 +51,15 @@ class Trials:
         store: Where what is measured is kept.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[AttentionLayer],
-        batches: Sequence[Any],
-        choose: Sequence[Any],
-        *,
-        repair: bool = True,
-        biases: bool = True,
-        metric: str = "loss",
-        loss_fn: LossFn | None = None,
-        store: Store | None = None,
-    ) -> None:
-        self.model, self.layers, self.batches, self.choose = model, layers, list(batches), list(choose)
-        self.biases = biases
-        self.repair, self.metric, self.loss_fn, self.store = repair, metric, loss_fn, store or Store()
-        self._known: dict[str, Measurement] = {}
-        self._merits: dict[str, float] = {}
+    model: nn.Module
+    layers: Sequence[AttentionLayer]
+    batches: Sequence[Any]
+    choose: Sequence[Any]
+    repair: bool = True
+    biases: bool = True
+    metric: str = "loss"
+    loss_fn: LossFn | None = None
+    store: Store = field(default_factory=Store)
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -105,11 +97,12 @@ class Trials:
 
     def measure(self, drop: Heads, *, whole: bool = False) -> Measurement:
         """The model without some heads, repaired, on the examples that choose; ``whole`` as for `repaired`."""
-        return self.store.get(f"trial {sorted(drop.items())}, {whole}", lambda: self._measured(drop, whole))
 
-    def _measured(self, drop: Heads, whole: bool) -> Measurement:
-        with self.repaired(drop, whole=whole):
-            return self.masked(drop, self.choose)
+        def measured() -> Measurement:
+            with self.repaired(drop, whole=whole):
+                return self.masked(drop, self.choose)
+
+        return self.store.get(f"trial {sorted(drop.items())}, {whole}", measured)
 
     @contextmanager
     def repaired(self, drop: Heads, *, whole: bool = False) -> Iterator[Repair | None]:
@@ -168,7 +161,12 @@ class Trials:
         self.check_compares()
         if not self._fidelity.known:
             return -self.measure(plan.drop).metrics["loss"]
-        return self.store.get(f"merit {sorted(plan.drop.items())}", lambda: self._nearness(plan.drop))
+
+        def nearness() -> float:
+            with self.repaired(plan.drop), mask(self.model, plan.drop, layers=self.layers):
+                return -self._fidelity.log_divergence()
+
+        return self.store.get(f"merit {sorted(plan.drop.items())}", nearness)
 
     def judge(self, plan: PruningPlan) -> ComparedPlan:
         """What `merit` goes by, in nats."""
@@ -176,10 +174,6 @@ class Trials:
         if self._fidelity.known:
             return ComparedPlan(plan.budget, plan.kept, divergence=math.exp(cost))
         return ComparedPlan(plan.budget, plan.kept, loss=cost)
-
-    def _nearness(self, drop: Heads) -> float:
-        with self.repaired(drop), mask(self.model, drop, layers=self.layers):
-            return -self._fidelity.log_divergence()
 
     def point(self, name: str, plan: PruningPlan) -> dict[str, Any]:
         """A point of the trade-off curve."""

@@ -22,12 +22,10 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.app.options import DataOptions, Options
-from headprune.app.workflow import open_scene
-from headprune.inputs import call, tensors
-from headprune.repairing import calibrate, fit_layers
+from tests.support.cases import answer
 from tests.support.checks import hooks, same, state
-from tests.support.commands import Silent, run
+from tests.support.commands import parts_of_a_run, run
+from tests.support.plans import refitted
 from tests.support.problems import small
 from tests.support.zoo import TorchEncoder, labelled, llama, randomise, sizes, text
 
@@ -74,14 +72,10 @@ def grouped() -> Subject:
 
 def plain() -> Subject:
     """PyTorch's own attention, with pairs of inputs and labels."""
-    generator = torch.Generator().manual_seed(3)
-    pairs = [
-        (torch.randn(6, 5, 32, generator=generator).double(), torch.randint(0, 3, (6,), generator=generator))
-        for _ in range(6)
-    ]
-    given = {"loss_fn": cross_entropy}
-    fresh = lambda: TorchEncoder().double()  # noqa: E731
-    return Subject(randomise(TorchEncoder()).double(), pairs[:3], pairs[3:4], pairs[4:], pairs[0][0], given, fresh)
+    torch.manual_seed(3)
+    pairs = [(torch.randn(6, 5, 32).double(), torch.randint(0, 3, (6,))) for _ in range(6)]
+    model, given = randomise(TorchEncoder()).double(), {"loss_fn": cross_entropy}
+    return Subject(model, pairs[:3], pairs[3:4], pairs[4:], pairs[0][0], given, lambda: TorchEncoder().double())
 
 
 SUBJECTS: dict[str, Callable[[], Subject]] = {"bert": bert, "grouped": grouped, "plain": plain}
@@ -99,8 +93,7 @@ def copied(batch: Any) -> Any:
 
 
 def answers(model: nn.Module, example: Any) -> Tensor:
-    with torch.no_grad():
-        return tensors(dict(output) if hasattr(output := call(model.eval(), example), "keys") else output)[0]
+    return answer(model.eval(), example)
 
 
 # -- the way through -----------------------------------------------------------------------------
@@ -162,57 +155,30 @@ def test_evaluate_and_compare_agree_with_hand_computation() -> None:
     other = copy.deepcopy(s.model)
     with torch.no_grad():
         other.classifier.weight.mul_(-1)
-    rows = [
-        (m, [m(**{k: v for k, v in b.items() if k != "labels"}).logits for b in s.reported]) for m in (s.model, other)
-    ]
-    labels = torch.cat([b["labels"] for b in s.reported])
-    found, accuracies, losses = [], [], []
-    for model, logits in rows:
-        stacked = torch.cat(logits).detach()
-        accuracies.append(float((stacked.argmax(-1) == labels).double().mean()))
-        losses.append(float(-stacked.log_softmax(-1)[torch.arange(len(labels)), labels].mean()))
+    labels, found, accuracies, losses = torch.cat([b["labels"] for b in s.reported]), [], [], []
+    for model in (s.model, other):
+        each = [answers(model, {k: v for k, v in b.items() if k != "labels"}) for b in s.reported]
+        logits = torch.cat(each)
+        accuracies.append(float((logits.argmax(-1) == labels).double().mean()))
+        losses.append(float(-logits.log_softmax(-1)[torch.arange(len(labels)), labels].mean()))
         found.append(hp.evaluate(model, s.reported))
-        assert found[-1].metrics["accuracy"] == pytest.approx(accuracies[-1])
-        assert found[-1].metrics["loss"] == pytest.approx(losses[-1])
-        assert found[-1].metrics["perplexity"] == pytest.approx(math.exp(losses[-1]))
+        expected = {"accuracy": accuracies[-1], "loss": losses[-1], "perplexity": math.exp(losses[-1])}
+        assert {name: found[-1].metrics[name] for name in expected} == pytest.approx(expected)
     change = hp.compare(*found)
     assert (change.metric, change.examples) == ("accuracy", len(labels))
     assert change.value == pytest.approx(accuracies[1] - accuracies[0])
     assert hp.compare(*found, metric="loss").value == pytest.approx(losses[1] - losses[0])
     assert hp.compare(*found, metric="perplexity").value == pytest.approx(math.exp(losses[1] - losses[0]) - 1)
+    del found[1].metrics["accuracy"]
+    assert hp.compare(*found).metric == hp.compare(*found[::-1]).metric == "perplexity"
 
     p = plain()
     given = hp.evaluate(p.model, p.reported, **p.given)
-    with torch.no_grad():
-        by_hand = torch.cat([cross_entropy(p.model(x), y) for x, y in p.reported])
+    by_hand = torch.cat([cross_entropy(answers(p.model, x), y) for x, y in p.reported])
     assert given.metrics == {"loss": pytest.approx(float(by_hand.mean()))}
     assert hp.compare(given, given).metric == "loss"
     with pytest.raises(hp.HeadPruneError, match="cannot be paired"):
         hp.compare(given, hp.evaluate(p.model, p.reported[:1], **p.given))
-
-
-def test_perplexity_is_compared_where_there_is_no_accuracy() -> None:
-    dense, other = (copy.deepcopy(hp.evaluate(bert().model, bert().reported)) for _ in range(2))
-    del other.metrics["accuracy"]
-    assert hp.compare(dense, other).metric == hp.compare(other, dense).metric == "perplexity"
-
-
-@EACH
-def test_benchmark(name: str) -> None:
-    s = SUBJECTS[name]()
-    pruned = copy.deepcopy(s.model)
-    hp.prune(pruned, {"L0": list(hp.find_attention(pruned, s.example)[0].units[0])}, s.example)
-    given = s.batches[0] if name != "plain" else s.example  # labels are left out
-    times = hp.benchmark({"dense": s.model, "pruned": pruned}, given, min_runs=4, min_seconds=0.0)
-    assert list(times.timings) == ["dense", "pruned"]
-    assert list(times.speedups) == ["pruned"]
-    for timing in times.timings.values():
-        assert 0 < timing.low <= timing.median <= timing.high
-        assert timing.median <= timing.p95
-        assert timing.runs >= 4
-    ratio = times.speedups["pruned"]
-    assert 0 < ratio.low <= ratio.ratio <= ratio.high
-    assert times.batch == len(s.batches[0]["labels"] if isinstance(given, dict) else given)
 
 
 # -- one search ----------------------------------------------------------------------------------
@@ -223,18 +189,16 @@ def test_search_finds_what_the_command_line_prunes(bert_folder: Path, data_folde
     run("prune", bert_folder, "-d", data_folder, *seeded, "-m", "gradient", "-o", tmp_path / "run", "-q")
     paths = [tmp_path / "run" / "plan.json", *(tmp_path / "run").glob("plan-*.json")]
 
-    data = DataOptions(str(data_folder), limit=24, batch_size=8, seed=5)
-    scene = open_scene(Options(str(bert_folder), data, seed=5), Silent())
-    fitted_to, choose = list(scene.parts.score.batches()), list(scene.parts.choose.batches())
-    plans = hp.search(scene.model, fitted_to, keep=[5, "25%"], choose=choose, protect="L1.H0", seed=5)
+    model, fitted_to, choose = parts_of_a_run(bert_folder, data_folder, limit=24, batch_size=8, seed=5)
+    plans = hp.search(model, fitted_to, keep=[5, "25%"], choose=choose, protect="L1.H0", seed=5)
     assert plans == [hp.PruningPlan.load(path) for path in paths]
-    assert all(0 not in p.drop.get(scene.layers[1].name, []) for p in plans)
+    assert all(0 not in p.drop.get(hp.find_attention(model)[1].name, []) for p in plans)
 
-    hp.repair(scene.model, plans[0], fitted_to)
-    hp.prune(scene.model, plans[0])
+    hp.repair(model, plans[0], fitted_to)
+    hp.prune(model, plans[0])
     saved = hp.load(tmp_path / "run" / "pruned-5")
     example = {k: v for k, v in fitted_to[0].items() if k != "labels"}
-    torch.testing.assert_close(answers(scene.model, example), answers(saved, example))
+    torch.testing.assert_close(answers(model, example), answers(saved, example))
 
 
 def test_the_plan_is_of_the_order_whose_plans_are_nearest_to_the_dense_model() -> None:
@@ -242,10 +206,8 @@ def test_the_plan_is_of_the_order_whose_plans_are_nearest_to_the_dense_model() -
     s = bert()
 
     def distance(plan: hp.PruningPlan) -> float:
-        model = copy.deepcopy(s.model)
-        calibration = calibrate(model, hp.find_attention(model, s.example), s.batches)
-        with calibration.applied(fit_layers(calibration, plan.drop).by_module), hp.mask(model, plan, s.example):
-            each = []
+        each = []
+        with refitted(s.model, s.batches, plan.drop) as model, hp.mask(model, plan, s.example):
             for batch in s.others:
                 inputs = {k: v for k, v in batch.items() if k != "labels"}
                 p, q = (answers(m, inputs).softmax(-1) for m in (s.model, model))
@@ -348,20 +310,15 @@ def mistakes() -> dict[str, tuple[Callable[[Subject], Any], str]]:
 
     return {
         "a batch, not batches": (lambda s: hp.search(s.model, s.batches[0], keep=3), "batches is a dict"),
-        "a batch to evaluate": (lambda s: hp.evaluate(s.model, s.batches[0]), "batches is a dict"),
-        "a batch to score": (lambda s: hp.score(s.model, s.batches[0]), "batches is a dict"),
         "a batch to repair on": (lambda s: hp.repair(s.model, {"L0": [0]}, s.batches[0]), "batches is a dict"),
         "a tensor": (lambda s: hp.evaluate(s.model, s.batches[0]["input_ids"]), "batches is a Tensor"),
         "no examples": (lambda s: hp.search(s.model, [], keep=3), "no examples to search with"),
         "the same to choose by": (lambda s: hp.search(s.model, s.batches, keep=3, choose=s.batches[1:2]), "Batch 0 of choose= is one of"),
-        "all may be lost": (lambda s: hp.search(s.model, s.batches, budgets="drop 5", choose=s.others), "did you mean 5%"),
         "too many, in Python": (lambda s: hp.search(s.model, s.batches, keep=99), "keep 99 is more than all 8 heads. Keep fewer, for instance 4"),
         "no examples, in Python": (lambda s: hp.evaluate(s.model, []), "Give batches of at least one example"),
         "a stock folder": (stock, "Load it by transformers' BertForSequenceClassification.from_pretrained"),
         "a generator twice": (twice, "gives its batches only once"),
         "nothing to choose by": (lambda s: hp.search(s.model, s.batches[:1], keep=3), "no examples to choose between"),
-        "no number": (lambda s: hp.search(s.model, s.batches, keep=[]), "names no number of heads"),
-        "too many": (lambda s: hp.search(s.model, s.batches, keep=99), "more than all 8 heads"),
         "a word": (lambda s: hp.search(s.model, s.batches, keep="half"), "is not a number of heads"),
         "a strategy": (lambda s: hp.search(s.model, s.batches, keep=3, strategy="best"), "no strategy 'best'"),
         "no scores": (
@@ -372,9 +329,6 @@ def mistakes() -> dict[str, tuple[Callable[[Subject], Any], str]]:
         "for other heads": (other_heads, "repaired for other heads"),
         "repaired twice": (again, "as it was before it was repaired"),
         "no example": (loose, "an example batch is needed"),
-        "no models": (lambda s: hp.benchmark({}, s.example), "names no models"),
-        "not its example": (lambda s: hp.benchmark({"dense": s.model}, torch.zeros(2, 3)), "'dense' does not run on the"),
-        "nothing to time": (lambda s: hp.benchmark({"dense": s.model}, {}), "holds no tensor"),
     }  # fmt: skip
 
 
@@ -423,15 +377,10 @@ def test_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tf.BertConfig(**{**sizes("sdpa"), "hidden_size": 24, "num_attention_heads": 12, "num_hidden_layers": 6})
     model = randomise(tf.BertForSequenceClassification(config))
     batches = [labelled(model, text(4, 6, seed=s), seed=s) for s in range(6)]
-    names = {
-        "model": model,
-        "example": text(2, 6),
-        "batches": batches[:3],
-        "other_batches": batches[3:5],
-        "report_batches": batches[5:],
-    }
+    examples = {"example": text(2, 6), "batches": batches[:3], "other_batches": batches[3:5]}
+    names = {"model": model, "report_batches": batches[5:], **examples}
     exec(code, names)
-    for name in (
+    for name in [
         "find_attention",
         "score",
         "search",
@@ -442,7 +391,7 @@ def test_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "benchmark",
         "save",
         "load",
-    ):
+    ]:
         assert f"hp.{name}(" in code
     plans: Any = names["plans"]
     assert [p.kept for p in plans] == [36, 18]
@@ -480,29 +429,25 @@ class Pipeline:
         self.model = model
 
 
-@pytest.mark.parametrize("name", hp.__all__)
+TAKE_A_MODEL = [
+    name for name in hp.__all__ if inspect.isfunction(f := getattr(hp, name)) and "model" in inspect.signature(f).parameters
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in TAKE_A_MODEL if name != "load"])
 def test_what_is_no_model_is_said(name: str, tmp_path: Path) -> None:
     """A path, a tokenizer or a pipeline, given to any public function: one line, not an AttributeError."""
-    function = getattr(hp, name)
-    arguments = inspect.signature(function).parameters if inspect.isfunction(function) else {}
-    if "model" not in arguments or name == "load":
-        return
-    batch = {"input_ids": torch.ones(2, 4, dtype=torch.long)}
+    function, batch = getattr(hp, name), {"input_ids": torch.ones(2, 4, dtype=torch.long)}
     known = {"batches": [batch], "example": batch, "plan": {"L0": [0]}, "heads": {"L0": [0]}, "path": tmp_path / "new"}
-    open_ = (inspect.Parameter.empty, inspect.Parameter.VAR_KEYWORD)
-    given = {
-        n: known.get(n)
-        for n, p in arguments.items()
-        if n != "model" and p.default is open_[0] and p.kind is not open_[1]
-    }
-
-    def called(wrong: Any) -> None:
-        with function(wrong, **given) if name == "mask" else contextlib.nullcontext(function(wrong, **given)):
+    required = [
+        n
+        for n, p in inspect.signature(function).parameters.items()
+        if n != "model" and p.default is p.empty and p.kind is not p.VAR_KEYWORD
+    ]
+    given = {n: known.get(n) for n in required}
+    for wrong, says in (("gpt2", "The model is a str.*from_pretrained"), (Pipeline(nn.Linear(1, 1)), "pipeline.model")):
+        with (
+            pytest.raises(hp.HeadPruneError, match=says),
+            function(wrong, **given) if name == "mask" else contextlib.nullcontext(function(wrong, **given)),
+        ):
             pass
-
-    for wrong, says in (
-        ("gpt2", "The model is a str.*from_pretrained"),
-        (Pipeline(torch.nn.Linear(1, 1)), "pipeline.model"),
-    ):
-        with pytest.raises(hp.HeadPruneError, match=says):
-            called(wrong)

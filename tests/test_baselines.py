@@ -92,17 +92,6 @@ def test_rankings_are_those_of_the_definitions(keep, seed, monkeypatch):
     assert found[0] == found[1] != found[2]
 
 
-def test_only_run_bertology_depends_on_the_order_of_examples():
-    model, batches, layers = bert()
-    backwards = [joined(rows(batches)[::-1])]
-    there, back = (baselines.gradients(model, b, layers) for b in (batches, backwards))
-    torch.testing.assert_close(there.abs().mean(0), back.abs().mean(0))
-    one, other = baselines.bertology_scores(there, layers), baselines.bertology_scores(back, layers)
-    assert (one - other).abs().max() > 0.05
-    ours = [hp.score(model, b, "gradient", layers=layers).flat() for b in (batches, backwards)]
-    torch.testing.assert_close(*ours)
-
-
 # -- Kwon's rearrangement ----------------------------------------------------------------------
 
 
@@ -215,7 +204,7 @@ def test_factors_solve_the_stated_least_squares(monkeypatch):
 # -- every method ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["bert", "vit", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_keeps_to_the_budget_by_whole_groups(name, method):
     model, batches, layers = made(name)

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ from hypothesis import strategies as st
 import headprune as hp
 from headprune.app.documents import BudgetRecord
 from headprune.budgets import BUDGETS, Fit, Reading, budget_of
-from headprune.budgets.base import PlanCost
 from headprune.planning import Order
 
 
@@ -27,8 +28,10 @@ def order_of(sizes: list[int]) -> Order:
     return Order({"a": ends[-1]}, tuple(steps), "one-shot")
 
 
-def fit(budget: Any, order: Order, cost: Callable[[hp.PruningPlan], Reading]) -> Fit:
-    return budget.most_heads(order, PlanCost(cost, cost))
+def fit(text: str, order: Order, cost: Callable[[hp.PruningPlan], Reading]) -> Fit:
+    budget: Any = budget_of(text)
+    with mock.patch.object(type(budget), "cost", return_value=lambda plan, measured: cost(plan)):
+        return budget.fit(order, None)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=20), st.integers(1, 50), st.data())
@@ -42,14 +45,14 @@ def test_the_fit_is_the_best_of_all_prefixes(sizes: list[int], amount: int, data
         return Reading.exact(costs[plan.kept])
 
     if holding := [k for k in kept if costs[k] <= amount]:
-        found = fit(budget_of(f"params {amount}"), order, cost)
+        found = fit(f"params {amount}", order, cost)
         assert (found.plan.kept, found.plan.budget) == (max(holding), f"params {amount}")
         assert found.reading == Reading.exact(costs[found.plan.kept])
         return
     with pytest.raises(hp.HeadPruneError, match="out of reach") as refused:
-        fit(budget_of(f"params {amount}"), order, cost)
+        fit(f"params {amount}", order, cost)
     nearest = refused.value.hint.split("met is ")[1].rstrip(".")
-    assert fit(budget_of(nearest), order, cost).plan.kept in kept
+    assert fit(nearest, order, cost).plan.kept in kept
 
 
 @given(st.integers(0, 2**32), st.floats(0.05, 1.2), st.integers(1, 60))
@@ -62,7 +65,7 @@ def test_a_noisy_budget_holds_when_measured_again(seed: int, amount: float, head
         return Reading(value, value - 0.02, value + 0.02)
 
     try:
-        found = fit(budget_of(f"latency {100 * amount}%"), order_of([1] * heads), cost)
+        found = fit(f"latency {100 * amount}%", order_of([1] * heads), cost)
     except hp.HeadPruneError:
         assert cost(hp.PruningPlan({}, 0)).high > amount - 0.2  # even with no head left, it may be out of reach
         return
@@ -81,7 +84,7 @@ def fewest(losses: list[float], amount: float, metric: str = "accuracy") -> tupl
         return hp.Change(metric, sign * loss - 0.01 * sign, *sorted((sign * loss, sign * (loss - 0.02))), math.nan, "")
 
     budget: Any = budget_of(f"drop {Decimal(amount):f}")
-    return budget.fewest_heads(order_of([1] * len(losses)), change), looked
+    return budget.fit(order_of([1] * len(losses)), SimpleNamespace(change=change)), looked
 
 
 @settings(max_examples=300)

@@ -19,7 +19,6 @@ from huggingface_hub.utils import filter_repo_objects
 from torch import nn
 
 import headprune as hp
-from headprune.checkpoint import add_figures, code
 from tests.support.commands import run
 from tests.support.stays import changed, edit, files, like
 from tests.support.zoo import ZOO, randomise
@@ -82,17 +81,11 @@ def test_a_card_says_what_is_known(tmp_path: Path) -> None:
     assert " of 12" not in text
 
 
-def test_dense_folders_and_modules_of_nobodys(tmp_path: Path) -> None:
-    data, text = of(hp.save(ZOO["llama"]()[0], tmp_path / "dense"))
-    assert (data["pipeline_tag"], data["tags"]) == ("text-generation", ["headprune"])
-    assert "No attention head was removed" in text
+def test_the_auto_class_that_people_use(tmp_path: Path) -> None:
+    """BART's class fills masks too, and the report said to load it with AutoModelForMaskedLM. Dense models and modules have cards too."""
     data, text = of(hp.save(nn.Linear(3, 2), tmp_path / "own", example=torch.ones(1, 3)))
     assert (data["library_name"], data.get("pipeline_tag")) == ("headprune", None)
     assert 'headprune.load("path/to/this/folder", model=YourModel())' in text
-
-
-def test_the_auto_class_that_people_use(tmp_path: Path) -> None:
-    """BART's class fills masks too, and the report said to load it with AutoModelForMaskedLM."""
     bart = tf.BartConfig(
         vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
@@ -104,7 +97,9 @@ def test_the_auto_class_that_people_use(tmp_path: Path) -> None:
         (tf.BartForConditionalGeneration(bart), "ForSeq2SeqLM"), (tf.BertForMaskedLM(bert), "ForMaskedLM"), (tf.BertModel(bert), ""),
         (ZOO["llama"]()[0], "ForCausalLM"),
     ):  # fmt: skip
-        _, text = of(hp.save(randomise(model), tmp_path / type(model).__name__))
+        data, text = of(hp.save(randomise(model), tmp_path / type(model).__name__))
+        assert data["tags"] == ["headprune"]
+        assert "No attention head was removed" in text
         assert f'AutoModel{auto}.from_pretrained("path/to/this/folder")' in text
 
 
@@ -120,17 +115,6 @@ def test_repair_is_told(tmp_path: Path) -> None:
     for each in (tmp_path / "dense", folder, hp.save(again, tmp_path / "n")):
         assert "`headprune.repair` was applied" in of(each)[1]
     assert "No attention head was removed" in of(tmp_path / "dense")[1]
-
-
-@pytest.mark.parametrize("name", ["a|b", "`a`", "a``b", "</code><script>", "a\nb\n# c", "[x](y)", "", "\u202ea"])
-def test_names_are_never_markup(name: str) -> None:
-    written = code(name)
-    fence = written[: len(written) - len(written.lstrip("`"))]
-    assert fence
-    assert written.endswith(fence)
-    inside = written[len(fence) : -len(fence)]
-    assert not {fence, "\n"} & {inside[i : i + len(fence)] for i in range(len(inside))}
-    assert "|" not in inside.replace("\\|", "")
 
 
 # -- other people's words -------------------------------------------------------------------------
@@ -182,20 +166,6 @@ def test_a_model_from_the_hub_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert "base_model" not in of(hp.save(model, tmp_path / "o"))[0]
 
 
-def test_figures_stay_with_the_model_that_they_are_of(tmp_path: Path) -> None:
-    first = hp.save(pruned(tmp_path / "dense", THEIRS), tmp_path / "a")
-    add_figures(first, "On 7 examples it lost nothing.")
-    second = hp.save(hp.load(first), tmp_path / "b")
-    assert files(first) == files(second)
-    model = hp.load(second)
-    model.save_pretrained(second)  # into its own folder
-    assert "On 7 examples" in of(second)[1]
-    hp.prune(model, {FIRST: [0]})  # another model: the figures are not its
-    model.save_pretrained(second)
-    for folder in (second, hp.save(model, tmp_path / "c")):
-        assert "On 7 examples" not in of(folder)[1]
-
-
 def test_somebody_elses_card_is_left_alone(tmp_path: Path) -> None:
     model = pruned(tmp_path)
     model.save_pretrained(tmp_path / "n")
@@ -221,26 +191,31 @@ def test_the_figures_of_a_run_are_those_of_metrics_json(
         assert (folder / "README-source.md").read_text() == THEIRS
         assert f"{b['kept']} of {b['total']} attention heads" in text
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-        costs = {row[0]: row[1:] for row in rows}
-        assert sum(int(row[2].split(" of ")[0]) for row in rows if row[0] in ("L0", "L1")) == b["kept"]
+        dense_row, row = (next(r for r in rows if r[0] == name) for name in (f"{b['total']} (dense)", str(b["kept"])))
+        assert sum(int(r[2].split(" of ")[0]) for r in rows if r[0] in ("L0", "L1")) == b["kept"]
         value = 100 * model["metrics"]["accuracy"]
-        assert costs["accuracy"][1] == f"{value:.1f} % ({100 * model['low']:.1f} % to {100 * model['high']:.1f} %)"
-        assert costs["accuracy"][0].startswith(f"{100 * dense['metrics']['accuracy']:.1f} %")
-        assert costs["accuracy"][2].startswith(f"{100 * change['value']:+.2f} points ({100 * change['low']:+.2f} to")
-        assert change["verdict"] in costs["accuracy"][2]
-        assert costs["loss"][:2] == [f"{m['metrics']['loss']:.4g}" for m in (dense, model)]
-        assert costs["parameters"][:2] == [f"{dense['parameters']:,}", f"{b['parameters']:,}"]
+        assert row[1] == f"{value:.1f} % ({100 * model['low']:.1f} % to {100 * model['high']:.1f} %)"
+        assert dense_row[1].startswith(f"{100 * dense['metrics']['accuracy']:.1f} %")
+        assert row[2].startswith(f"{100 * change['value']:+.2f} points ({100 * change['low']:+.2f} to")
+        assert row[3] == change["verdict"]
+        assert [r[-1].split(" ")[0] for r in (dense_row, row)] == [f"{m['parameters']:,}" for m in (dense, b)]
+        losses, costs = ({r[0]: r for r in some} for some in (rows, [r for r in rows if r[1] == b["name"]]))
+        assert losses[row[0]][3] == f"{model['metrics']['loss']:.4g}"
         for timed in metrics["latency"]["rows"]:
-            faster, found = (
-                timed["speedups"][b["name"]],
-                costs[f"ms, batch {timed['batch']} x {timed['length']} tokens"],
-            )
-            assert found[1] == f"{timed['timings'][b['name']]['median']:.2f}"
-            assert f"{faster['ratio']:.2f}x ({faster['low']:.2f} to {faster['high']:.2f})" in found[2]
-        without = 100 * b["repair"]["without"]["metrics"]["accuracy"]
+            faster, cells = timed["speedups"][b["name"]], costs[f"batch {timed['batch']} x {timed['length']} tokens"]
+            assert cells[2] == f"{timed['timings'][b['name']]['median']:.2f}"
+            assert f"{faster['ratio']:.2f}x ({faster['low']:.2f} to {faster['high']:.2f})" in cells[4]
         assert "`headprune.repair` was applied" in text
-        assert f"Without the repair, the accuracy of this model is {without:.1f} %" in text
+        assert f"{100 * b['repair']['without']['metrics']['accuracy']:.1f} %" in losses[row[0]]
         assert str(data_folder) not in text  # it may be published
+    first, second, figures = Path("r/pruned-4"), Path("again"), "examples of `"
+    model = hp.load(hp.save(hp.load(first), second))
+    assert files(first) == files(second)
+    model.save_pretrained(second)  # into its own folder
+    assert figures in of(second)[1]
+    hp.prune(model, {FIRST: [int(next(h for h in range(4) if h not in metrics["budgets"][0]["drop"].get(FIRST, [])))]})
+    model.save_pretrained(second)  # another model: the figures are not its
+    assert figures not in of(second)[1]
 
 
 # -- the Hub --------------------------------------------------------------------------------------
@@ -280,13 +255,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    folder = hp.save(changed("bert", "uneven")[0], tmp_path / "m")
+    folder = hp.save(pruned(tmp_path / "dense", "---\ndatasets: nyu-mll/glue\n---\n"), tmp_path / "m")
     (folder / ".lock").write_text("")  # which is not pushed
     return folder
 
 
 def test_a_folder_is_pushed_whole(hub: Hub, folder: Path) -> None:
-    add_figures(folder, "fast", "nyu-mll/glue")
     content = {name: text for name, text in files(folder).items() if name != ".lock"}
     said = run("push", folder, "me/smaller", "--dry-run").stdout
     assert not hub.api.called

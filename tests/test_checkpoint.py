@@ -38,7 +38,7 @@ from tests.support.stays import (
     off,
     sidecar,
 )
-from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, randomise
+from tests.support.zoo import ZOO, bert, labelled, randomise
 
 Loads = Callable[[Any, Path], Any]
 
@@ -439,17 +439,6 @@ def test_what_is_tied_by_its_config_alone_is_refused(tmp_path: Path) -> None:
         hp.save(model, tmp_path / "saved")
     model.config.tie_word_embeddings = False
     assert torch.equal(hp.load(hp.save(model, tmp_path / "saved")).lm_head.weight, head)
-
-
-def test_own_classes_need_an_instance(tmp_path: Path) -> None:
-    model, x = randomise(TorchEncoder()), torch.randn(2, 5, 32)
-    layers = hp.find_attention(model, x)
-    hp.prune(model, {layers[0].name: [0, 1, 2, 3], layers[1].name: [2]}, x)
-    hp.save(model, tmp_path / "m")
-    with pytest.raises(hp.HeadPruneError, match="cannot build"):
-        hp.load(tmp_path / "m")
-    with torch.no_grad():
-        assert torch.equal(hp.load(tmp_path / "m", model=TorchEncoder())(x), model.eval()(x))
 
 
 # -- types of numbers -----------------------------------------------------------------------------

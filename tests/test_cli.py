@@ -6,17 +6,23 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 import headprune as hp
-from headprune.errors import Stopped
 from tests.support.commands import PRUNE, run
 from tests.support.documents import opened
-from tests.support.folders import sentences, write_jsonl
+from tests.support.folders import sentences
 
 ROOT = Path(__file__).parent.parent
+SCORED = {"scores.json", "run.json", "report.md", "report.html", "heads.json", "heads.png", "importance.png"}
+
+
+def metrics_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "metrics.json").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -39,42 +45,18 @@ def pruned(here: Path, pruned_once: Path) -> Path:
 
 @pytest.mark.drawn
 def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
-    assert {p.name for p in scored.iterdir()} == {
-        "scores.json",
-        "run.json",
-        "report.md",
-        "report.html",
-        "heads.json",
-        "heads.png",
-        "importance.png",
-    }
+    assert {p.name for p in scored.iterdir()} == SCORED
     result = run("prune", "--keep", "50%")
     assert "tiny-bert-1/report.md" in result.stdout
     assert "tiny-bert-1/report.html" in result.stdout
-    names = {
-        "scores.json",
-        "run.json",
-        "report.md",
-        "report.html",
-        "heads.json",
-        "heads.png",
-        "importance.png",
-        "tradeoff.png",
-        "orders.png",
-        "plan.json",
-        "metrics.json",
-        "pruned-4",
-    }
-    assert {p.name for p in scored.iterdir()} == names
-    metrics = json.loads((scored / "metrics.json").read_text())
-    (budget,) = metrics["budgets"]
+    pruned = {"tradeoff.png", "plan.json", "metrics.json", "pruned-4"}
+    assert {p.name for p in scored.iterdir()} == SCORED | pruned
+    (budget,) = metrics_of(scored)["budgets"]
     assert (budget["kept"], budget["total"]) == (4, 8)
     # What was saved is what was reported: measure it here, apart from the tool's own evaluation.
     model = hp.load(scored / "pruned-4")
     assert sum(p.numel() for p in model.parameters()) == budget["parameters"]
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(scored / "pruned-4")
+    tokenizer = tf.AutoTokenizer.from_pretrained(scored / "pruned-4")
     right = 0
     rows = sentences(40, 3)
     for row in rows:
@@ -93,12 +75,6 @@ def test_prune_scores_first_if_it_must(here: Path, bert_folder: Path, data_folde
     assert hp.PruningPlan.load(here / "out" / "plan.json").kept == 3
 
 
-def test_several_budgets(scored: Path) -> None:
-    document = json.loads(run("prune", "-k", 6, "-k", 2, "--json", "-q").stdout)
-    assert [b["kept"] for b in document["budgets"]] == [6, 2]
-    assert {"plan.json", "plan-2.json", "pruned-6", "pruned-2"} <= {p.name for p in scored.iterdir()}
-
-
 def test_a_pruned_run_is_not_overwritten(pruned: Path) -> None:
     first = (pruned / "metrics.json").read_text()
     run(*PRUNE, 2)  # goes to the next free folder
@@ -107,7 +83,7 @@ def test_a_pruned_run_is_not_overwritten(pruned: Path) -> None:
     result = run(*PRUNE, 2, "-o", pruned, code=1)
     assert "was pruned before" in result.stderr
     run(*PRUNE, 2, "-o", pruned, "--overwrite")
-    assert json.loads((pruned / "metrics.json").read_text())["budgets"][0]["kept"] == 2
+    assert metrics_of(pruned)["budgets"][0]["kept"] == 2
 
 
 def test_scores_by_path(scored: Path, here: Path) -> None:
@@ -121,7 +97,7 @@ def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Pa
     run("score", llama_folder, "-d", data_folder, "-L", 20, "-o", here / "run", "-q")
     result = run("prune", "-k", 5, "-o", here / "run")
     assert "not 5" in result.stderr
-    metrics = json.loads((here / "run" / "metrics.json").read_text())
+    metrics = metrics_of(here / "run")
     assert metrics["metric"] == "perplexity"
     assert metrics["budgets"][0]["kept"] == 4
     hp.load(here / "run" / "pruned-5")
@@ -137,28 +113,20 @@ def test_a_saved_folder_is_a_model(scored: Path, here: Path, data_folder: Path) 
     run("score", scored / "pruned-5", "-d", data_folder, "-L", 20, "-m", "gradient", "-o", here / "again", "-q")
     run(*PRUNE, 3, "-o", here / "again")
     hp.load(here / "again" / "pruned-3")
-    rows = json.loads(
-        run(
-            "bench",
-            scored / "pruned-5",
-            here / "again" / "pruned-3",
-            "--batch-sizes",
-            1,
-            "--lengths",
-            8,
-            "--json",
-            "-q",
-        ).stdout
-    )
+    models = (scored / "pruned-5", here / "again" / "pruned-3")
+    rows = json.loads(run("bench", *models, "--batch-sizes", 1, "--lengths", 8, "--json", "-q").stdout)
     assert rows["rows"][0]["batch"] == 1
     assert sum(rows["time"][0]["parts"].values()) == pytest.approx(rows["time"][0]["total"])
 
 
 def test_dry_runs_write_nothing(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    """And with --json the document is all of stdout."""
     result = run("score", bert_folder, "-d", data_folder, "--dry-run")
     assert "Nothing was written" in result.stdout
     assert not (here / "reports").exists()
-    run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-q")
+    result = run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "--json")
+    assert [s["method"] for s in json.loads(result.stdout)["scores"]] == ["gradient"]
+    assert "Data:" in result.stderr
     before = {p: p.stat().st_mtime_ns for p in here.rglob("*")}
     assert "keeps 4 of 8" in run("prune", "-k", 4, "--dry-run").stdout
     assert {p: p.stat().st_mtime_ns for p in here.rglob("*")} == before
@@ -170,48 +138,40 @@ def test_inspect(bert_folder: Path, llama_folder: Path) -> None:
     assert [a["num_kv_heads"] for a in document["layers"]] == [2, 2]
 
 
-def test_json_is_all_of_stdout(here: Path, bert_folder: Path, data_folder: Path) -> None:
-    result = run("score", bert_folder, "-d", data_folder, "-L", 20, "--json")
-    assert [s["method"] for s in json.loads(result.stdout)["scores"]] == ["ablation", "gradient"]
-    assert "Data:" in result.stderr
+def without_a_tokenizer(bert: Path, model: Path) -> None:
+    shutil.copytree(bert, model, ignore=shutil.ignore_patterns("tokenizer*"))
 
 
-def test_scores_of_other_data_or_seed_are_refused(scored: Path) -> None:
-    assert "Leave out --seed, or score again" in run("prune", "-k", 4, "--seed", 1, code=1).stderr
+def without_numbers(bert: Path, model: Path) -> None:
+    shutil.copytree(bert, model)
+    broken = tf.AutoModelForSequenceClassification.from_pretrained(bert)
+    broken.classifier.bias.data.fill_(float("inf"))
+    broken.save_pretrained(model)
 
 
-def test_a_missing_tokenizer(bert_folder: Path, data_folder: Path, here: Path) -> None:
-    import shutil
-
-    bare = here / "bare"
-    shutil.copytree(bert_folder, bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    assert "no tokenizer" in run("score", bare, "-d", data_folder, code=1).stderr
-
-
-def test_a_nan_loss_names_the_example(bert_folder: Path, data_folder: Path, here: Path) -> None:
-    import transformers as tf
-
-    broken = here / "broken"
-    model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
-    with torch.no_grad():
-        model.classifier.bias.fill_(float("inf"))
-    model.save_pretrained(broken)
-    tf.AutoTokenizer.from_pretrained(bert_folder).save_pretrained(broken)
-    assert "(in the order given) is nan" in run("score", broken, "-d", data_folder, code=1).stderr
-
-
-def test_no_attention(here: Path) -> None:
-    import transformers as tf
-
+def without_attention(bert: Path, model: Path) -> None:
     config = tf.ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], num_labels=2)
-    tf.ResNetForImageClassification(config).save_pretrained(here / "resnet")
-    assert "no softmax attention" in run("inspect", here / "resnet", code=1).stderr
+    tf.ResNetForImageClassification(config).save_pretrained(model)
+
+
+@pytest.mark.parametrize(("make", "command", "says"), [
+    (without_a_tokenizer, "score", "no tokenizer"), (without_numbers, "score", "(in the order given) is nan"),
+    (without_attention, "inspect", "no softmax attention"),
+])  # fmt: skip
+def test_models_that_cannot_be_scored(
+    make: Any, command: str, says: str, bert_folder: Path, data_folder: Path, here: Path
+) -> None:
+    make(bert_folder, here / "model")
+    more = ("-d", data_folder) if command == "score" else ()
+    assert says in run(command, here / "model", *more, code=1).stderr
+
+
+def test_another_seed_than_that_of_the_scores_is_refused(scored: Path) -> None:
+    assert "Leave out --seed, or score again" in run("prune", "-k", 4, "--seed", 1, code=1).stderr
 
 
 def test_a_model_of_images_that_names_no_size(here: Path) -> None:
     """SegFormer's config has no image_size."""
-    import transformers as tf
-
     config = tf.SegformerConfig(
         hidden_sizes=[8] * 4, depths=[1] * 4, num_attention_heads=[1, 1, 2, 4], decoder_hidden_size=8
     )
@@ -229,32 +189,17 @@ def test_help_and_lists() -> None:
     assert {"one-shot", "per-layer", "uniform", "layers"} <= strategies
 
 
-@pytest.mark.parametrize(
-    ("stop", "status", "says"),
-    [
-        (KeyboardInterrupt(), 130, "interrupted."),
-        (Stopped(130), 130, "interrupted."),
-        (Stopped(143), 143, "terminated."),
-        (Stopped(129), 129, "terminated."),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("status", "says"), [(None, "interrupted."), (130, "interrupted."), (143, "terminated."), (129, "terminated.")])  # fmt: skip
 def test_what_stopped_a_run_is_said(
-    stop: BaseException,
-    status: int,
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-    bert_folder: Path,
-    data_folder: Path,
-    here: Path,
+    status: int | None, says: str, monkeypatch: pytest.MonkeyPatch, bert_folder: Path, data_folder: Path, here: Path
 ) -> None:
     """In the words of README's exit codes."""
 
     def stopped(*_: object, **__: object) -> None:
-        raise stop
+        raise hp.errors.Stopped(status) if status else KeyboardInterrupt
 
     monkeypatch.setattr("headprune.app.workflow.pruning.score", stopped)
-    assert f"headprune: {says}" in run("score", bert_folder, "-d", data_folder, code=status).stderr
+    assert f"headprune: {says}" in run("score", bert_folder, "-d", data_folder, code=status or 130).stderr
     assert not list(here.rglob("*"))
 
 
@@ -267,6 +212,12 @@ def test_a_usage_error_is_a_sentence() -> None:
         assert f"{error} `headprune COMMAND" in result.stderr
 
 
+def python(*arguments: str, env: Any = None) -> str:
+    """What a Python of its own prints, in the repository's folder."""
+    run_ = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT, env=env)
+    return run_.stdout
+
+
 @pytest.mark.parametrize("command", [(), ("score",), ("prune",), ("finetune",), ("bench",), ("demo",)], ids=" ".join)
 def test_help_is_quick_and_needs_no_torch(command: tuple[str, ...]) -> None:
     """Time is the processor's, and loosely bounded: the machine may be busy. What makes help slow is what it imports."""
@@ -276,8 +227,7 @@ def test_help_is_quick_and_needs_no_torch(command: tuple[str, ...]) -> None:
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'scipy', 'matplotlib', 'huggingface_hub', 'safetensors'}\n"
         "print(sorted(heavy & set(sys.modules)), time.process_time())"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    imported, _, seconds = out.splitlines()[-1].rpartition(" ")
+    imported, _, seconds = python("-c", code).splitlines()[-1].rpartition(" ")
     assert imported == "[]"
     assert float(seconds) < 3
 
@@ -296,60 +246,20 @@ def test_threads_sleep_while_they_wait_unless_the_user_says_how(own: dict[str, s
     )
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
     env = {k: v for k, v in os.environ.items() if k not in names} | own
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=env
-    ).stdout
-    assert out.splitlines()[-1] == f"{spins} False"
+    assert python("-c", code, env=env).splitlines()[-1] == f"{spins} False"
 
 
 def test_the_launcher(bert_folder: Path) -> None:
-    out = subprocess.run(
-        [sys.executable, "cli.py", "inspect", str(bert_folder)], capture_output=True, text=True, check=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": ""},
-    ).stdout  # fmt: skip
-    assert "8 heads" in out
-
-
-def test_an_image_folder(here: Path) -> None:
-    import numpy as np
-    import transformers as tf
-    from PIL import Image
-
-    from tests.support.zoo import vit
-
-    model, _ = vit()
-    model.config.id2label = {i: str(i) for i in range(5)}
-    model.save_pretrained(here / "vit")
-    tf.ViTImageProcessor(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5]).save_pretrained(
-        here / "vit"
-    )
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 6), ("test", 4)):
-        for label in range(5):
-            folder = here / "images" / split / str(label)
-            folder.mkdir(parents=True)
-            for i in range(count):
-                Image.fromarray(rng.integers(0, 255, (8, 8), dtype="uint8")).save(folder / f"{i}.png")
-    run("prune", here / "vit", "-k", "50%", "-d", here / "images", "-m", "gradient", "-o", here / "run", "-q")
-    metrics = json.loads((here / "run" / "metrics.json").read_text())
-    assert metrics["budgets"][0]["pruned"]["examples"] == 20
+    assert "8 heads" in python("cli.py", "inspect", str(bert_folder), env={**os.environ, "PYTHONPATH": ""})
 
 
 def test_hub_ids_go_through_the_hub(monkeypatch: pytest.MonkeyPatch, bert_folder: Path) -> None:
     """A Hub id, its revision and the trust flag reach transformers as they were given."""
-    import transformers as tf
-
     seen = []
     real = tf.AutoConfig.from_pretrained
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", lambda s, **k: seen.append((s, k)) or real(bert_folder))
     assert "does not load" in run("inspect", "someone/some-model@v2", "--task", "causal-lm", code=1).stderr
     assert seen == [("someone/some-model", {"revision": "v2", "trust_remote_code": False})]
-
-
-def test_rows_are_named(bert_folder: Path, here: Path) -> None:
-    write_jsonl(here / "data" / "train.jsonl", [{"text": "good film", "label": 7 if i == 3 else 1} for i in range(8)])
-    error = run("score", bert_folder, "-d", here / "data", code=1).stderr
-    assert "Row 3 of split 'train' (the first is row 0): label 7" in " ".join(error.split())
 
 
 def test_a_failed_prune_loses_nothing(pruned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,15 +285,7 @@ def test_a_failed_prune_loses_nothing(pruned: Path, monkeypatch: pytest.MonkeyPa
 def test_scoring_again_leaves_no_figures_of_the_old_prune(pruned: Path, bert_folder: Path, data_folder: Path) -> None:
     assert (pruned / "tradeoff.png").exists()
     run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-o", pruned, "--overwrite", "-q")
-    assert {p.name for p in pruned.iterdir()} == {
-        "scores.json",
-        "run.json",
-        "report.md",
-        "report.html",
-        "heads.json",
-        "heads.png",
-        "importance.png",
-    }
+    assert {p.name for p in pruned.iterdir()} == SCORED
     assert "pruned-" not in (pruned / "report.md").read_text().split("## Reproduce")[0]
 
 
@@ -399,15 +301,7 @@ def test_latency_says_where_it_was_timed(scored: Path) -> None:
 
 def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> None:
     base = ["score", bert_folder, "-d", data_folder, "-L", 40, "-b", 16, "-q"]
-    run(
-        *base,
-        "-m",
-        "ablation:examples=8,keep=50%,memory=1GB,normalise",
-        "-m",
-        "fisher",
-        "-o",
-        "a",
-    )
+    run(*base, "-m", "ablation:examples=8,keep=50%,memory=1GB,normalise", "-m", "fisher", "-o", "a")
     ablation, fisher = hp.scoring.load_scores(here / "a" / "scores.json")
     assert 2 < ablation.details["ablated"] < 20
     assert "L2 norm" in ablation.unit
@@ -421,4 +315,4 @@ def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> No
     assert all("dense model" in s["details"]["loss"] for s in document["scores"])
     assert "no standard error: none from one training run" in (here / "b" / "report.md").read_text()
     run(*PRUNE, "50%", "--scores", "b", "-o", "c")
-    assert json.loads((here / "c" / "metrics.json").read_text())["budgets"][0]["kept"] == 4
+    assert metrics_of(here / "c")["budgets"][0]["kept"] == 4

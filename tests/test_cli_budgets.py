@@ -1,6 +1,5 @@
 """`prune` with every kind of budget, with constraints, and with plans from files."""
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -11,19 +10,19 @@ import torch
 import transformers
 
 import headprune as hp
-from headprune import latency, trials
 from tests.support.commands import PRUNE, run
+
+
+def parameters(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 @pytest.fixture(autouse=True)
 def _counting_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that counts parameters, so that latencies repeat and take no time."""
 
-    def arm(model: torch.nn.Module, example: Any) -> Any:
-        return lambda: latency.parameters(model) / 1000
-
-    monkeypatch.setattr(latency, "timer", arm)
-    monkeypatch.setattr(latency, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr("headprune.latency.timer", lambda model, example: lambda: parameters(model) / 1000)
+    monkeypatch.setattr("headprune.latency.MIN_SECONDS", 0.0)
     monkeypatch.setattr("headprune.app.workflow.scene._shapes", lambda scene: [(2, 8)])
 
 
@@ -41,7 +40,7 @@ def test_a_share_of_the_dense_model(flag: str, scored: Path, bert_folder: Path) 
     assert told["measured"] <= told["high"] <= told["limit"] == 0.9
     model = hp.load(scored / budget["checkpoint"])
     metrics = json.loads((scored / "metrics.json").read_text())
-    assert latency.parameters(model) / metrics["dense"]["parameters"] == pytest.approx(told["measured"])
+    assert parameters(model) / metrics["dense"]["parameters"] == pytest.approx(told["measured"])
     assert 1 not in budget["drop"].get("bert.encoder.layer.0.attention.self", [])
     plan = hp.PruningPlan.load(scored / "plan.json")
     assert (plan.strategy, plan.budget) == ("per-layer", told["asked"])
@@ -49,15 +48,6 @@ def test_a_share_of_the_dense_model(flag: str, scored: Path, bert_folder: Path) 
     assert "Asked: at most 90 % of the dense model's" in text
     assert "Protected heads: L0.H1." in text
     assert "- **per-layer:** Every layer keeps its share" in text
-
-
-def test_budgets_of_a_kind_repeat(scored: Path) -> None:
-    run("prune", "--target-params", "97%", "--target-params", "90%", "-s", "one-shot", "-m", "gradient", "-q")
-    larger, smaller = json.loads((scored / "metrics.json").read_text())["budgets"]
-    assert [b["budget"]["asked"] for b in (larger, smaller)] == ["params 97%", "params 90%"]
-    assert larger["budget"]["measured"] <= 0.97
-    assert smaller["budget"]["measured"] <= 0.9
-    assert all(set(heads) <= set(smaller["drop"][name]) for name, heads in larger["drop"].items())
 
 
 def test_flops_and_max_drop(scored: Path) -> None:
@@ -78,13 +68,13 @@ def test_flops_and_max_drop(scored: Path) -> None:
 def test_a_drop_is_measured_on_what_will_be_saved(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all steps of repair, which other budgets' plans are compared without."""
     told: list[str] = []
-    whole = trials.checked_repair
+    whole = hp.trials.checked_repair
 
     def checked_repair(calibration: Any, drop: Any, choose: Any) -> Any:
         told.append(json.dumps(drop, sort_keys=True))
         return whole(calibration, drop, choose)
 
-    monkeypatch.setattr(trials, "checked_repair", checked_repair)
+    monkeypatch.setattr(hp.trials, "checked_repair", checked_repair)
     run("prune", "--max-drop", "0.9", "-s", "per-layer", "-o", "drop", "--scores", scored, "-q")
     drop = json.dumps(budget_of(Path("drop"))["drop"], sort_keys=True)
     assert told.count(drop) >= 2
@@ -139,6 +129,8 @@ def test_a_plan_edited_by_hand(scored: Path, bert_folder: Path, data_folder: Pat
 def test_nested_budgets_of_one_search(scored: Path) -> None:
     document = json.loads(run("prune", "-k", 6, "-k", "50%", "-k", 4, "-k", 2, "-m", "gradient", "--json", "-q").stdout)
     assert [b["kept"] for b in document["budgets"]] == [6, 4, 2]
+    names = {"plan.json", "plan-4.json", "plan-2.json", "pruned-6", "pruned-4", "pruned-2"}
+    assert names <= {p.name for p in scored.iterdir()}
     drops = [{(n, h) for n, heads in b["drop"].items() for h in heads} for b in document["budgets"]]
     assert drops[0] < drops[1] < drops[2]
 
@@ -146,31 +138,24 @@ def test_nested_budgets_of_one_search(scored: Path) -> None:
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--target-latency", "80%", "--max-drop", "0.01"], "Give one of them. --max-drop keeps the fewest heads"),
     (["-k", "4", "--plan", "{plan}"], "--keep and --plan are different"),
+    (["--plan", "{other}"], "plan is for another model"),
     (["--plan", "{plan}", "--protect", "L0"], "--plan says which heads go, so --protect has no use"),
     (["--plan", "{plan}"], "L1: head 7|Layer L1 has no head 7"),
-    (["-k", "4", "--protect", "L0,L1.H1"], "5 heads cannot be pruned by compensated .protected: L0, L1.H1., so 4 is out of reach. Keep at least 5."),
-    (["-k", "3", "--min-heads-per-layer", "2"], "4 heads cannot be pruned .* Keep at least 4"),
     (["--target-params", "10%"], "--target-params 10% is out of reach: .* 0 of 8, .* nearest that can be met is --target-params [0-9.]+%"),
-    (["--target-latency", "1ms"], "out of reach: .* nearest that can be met is --target-latency"),
 ])  # fmt: skip
 def test_mistakes_get_one_line(arguments: list[str], message: str, scored: Path, here: Path) -> None:
     (here / "plan.json").write_text(json.dumps({"headprune": "plan", "schema": 1, "drop": {"L1": [7]}}))
+    hp.PruningPlan({"L0": [0]}, model="0123456789abcdef").save(here / "other.json")
 
     def files() -> dict[Path, bytes]:
         """But for what a run keeps to go on with: a budget may turn out to be out of reach after the search."""
         return {p: p.read_bytes() for p in here.rglob("*") if p.is_file() and ".unfinished" not in p.parts}
 
     before = files()
-    result = run("prune", *(a.format(plan=here / "plan.json") for a in arguments), code=1)
+    result = run("prune", *(a.format(plan="plan.json", other="other.json") for a in arguments), code=1)
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
     assert re.search(message, line), line
     assert files() == before
-
-
-def test_a_plan_for_another_model_is_refused(scored: Path, here: Path) -> None:
-    document = copy.deepcopy(hp.PruningPlan({"L0": [0]}, model="0123456789abcdef").to_json())
-    (here / "plan.json").write_text(json.dumps({"headprune": "plan", "schema": 1, **document}))
-    assert "plan is for another model" in run("prune", "--plan", "plan.json", code=1).stderr
 
 
 def test_the_last_step_of_repair_is_told(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,17 +193,14 @@ def test_training_after_pruning(scored: Path) -> None:
     hp.load(Path("tuned") / budget["checkpoint"])
 
 
-@pytest.mark.parametrize("strategy", ["swap", "greedy", "re-scored"])
-def test_strategies_by_name(strategy: str, scored: Path, here: Path) -> None:
-    if strategy == "swap":
-        message = run("prune", "-k", 4, "-s", strategy, "-q", code=1).stderr
-        assert "do not weigh pairs of heads. Score with --method fisher" in " ".join(message.split())
-        return
-    run("prune", "-k", 4, "-s", strategy, "-o", strategy, "--scores", scored, "-q")
-    assert budget_of(Path(strategy))["strategy"] == strategy
+def test_strategies_by_name(scored: Path, here: Path) -> None:
+    message = run("prune", "-k", 4, "-s", "swap", "-q", code=1).stderr
+    assert "do not weigh pairs of heads. Score with --method fisher" in " ".join(message.split())
+    run("prune", "-k", 4, "-s", "greedy", "-o", "greedy", "--scores", scored, "-q")
+    assert budget_of(Path("greedy"))["strategy"] == "greedy"
 
 
-@pytest.mark.parametrize("share", [99, 97, 95, 93])
+@pytest.mark.parametrize("share", [99, 95])
 def test_biases_that_the_repair_adds_count(share: int, here: Path, llama_folder: Path, data_folder: Path) -> None:
     arguments = ["-d", data_folder, "-L", 20, "--target-params", f"{share}%", "-o", "run", "-q"]
     run("prune", llama_folder, *arguments)
@@ -226,4 +208,4 @@ def test_biases_that_the_repair_adds_count(share: int, here: Path, llama_folder:
     dense = json.loads(Path("run/metrics.json").read_text())["dense"]["parameters"]
     model = hp.load(Path("run") / budget["checkpoint"])
     assert budget["repair"]["biases"]
-    assert latency.parameters(model) == budget["parameters"] <= share / 100 * dense
+    assert parameters(model) == budget["parameters"] <= share / 100 * dense

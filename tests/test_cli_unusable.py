@@ -1,32 +1,38 @@
 """Models, data and disks that cannot be used: what is said, and which file it is."""
 
 import errno
-import io
 import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 import torch.nn.functional as F
 import transformers as tf
 
 import headprune as hp
-from headprune.app.data import DataOptions, load_parts
-from headprune.app.models import load_model
-from headprune.cli import app
-from headprune.cli.session import Patient
 from tests.support import zoo
-from tests.support.commands import run, runner
+from tests.support.commands import invoke, run
 from tests.support.folders import WORDS, sentences, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("brief")
 
 # -- models and data that cannot be used ------------------------------------------------------------
+
+
+def raising(error: BaseException) -> Any:
+    """A function that does nothing else."""
+
+    def function(*_: object, **__: object) -> None:
+        raise error
+
+    return function
 
 
 def damaged(bert_folder: Path, here: Path) -> tuple[Path, Any]:
@@ -52,14 +58,13 @@ def test_weights_that_are_not_numbers_are_named(
 
 
 def test_a_run_folder_stands_for_the_pruned_model_in_it(bert_folder: Path, here: Path) -> None:
-    models, run_folder = [load_model(str(bert_folder)) for _ in range(2)], here / "run"
+    run_folder, model = here / "run", tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
     run_folder.mkdir()
     (run_folder / "run.json").write_text("{}")
     assert "holds no pruned model" in run("inspect", run_folder, code=1).stderr
-    for loaded, keep in zip(models, ("7", "10"), strict=True):
-        hp.save(loaded.model, run_folder / f"pruned-{keep}", processor=loaded.processor)
-        if keep == "7":
-            assert load_model(str(run_folder)).source == str(run_folder / "pruned-7")
+    hp.save(model, run_folder / "pruned-7")
+    assert "the model in it that was pruned already, pruned-7, is taken" in run("inspect", run_folder).stderr
+    shutil.copytree(run_folder / "pruned-7", run_folder / "pruned-10")
     error = run("export", run_folder, "--to", "gguf", code=1).stderr
     assert "2 pruned models (pruned-7, pruned-10)" in error
 
@@ -69,11 +74,11 @@ def test_infinite_weights_may_be_meant(bert_folder: Path, here: Path) -> None:
     with torch.no_grad():
         model.classifier.bias[0] = -float("inf")
     model.save_pretrained(folder)
-    load_model(str(folder))
+    run("inspect", folder)
 
 
 @pytest.mark.parametrize("saved_by", ["transformers", "headprune"])
-@pytest.mark.parametrize("size", [0, 4, 1000, -1])
+@pytest.mark.parametrize("size", [0, 1000, -1])
 def test_cut_weights(saved_by: str, size: int, bert_folder: Path, data_folder: Path, here: Path) -> None:
     folder, model = damaged(bert_folder, here)
     if saved_by == "headprune":
@@ -102,65 +107,33 @@ def test_texts_that_are_cut_are_counted(bert_folder: Path, here: Path) -> None:
     assert note in " ".join(result.stderr.split())
     assert note in json.loads((here / "run" / "run.json").read_text())["notes"]
     assert note in (here / "run" / "report.md").read_text()
-    parts = load_parts(DataOptions("data", max_length=16), load_model(str(bert_folder)))
-    assert "Texts of more than 16 tokens were cut there (--max-length says where): 3 of 20" in parts.notes[-1]
-
-
-def test_a_text_that_just_fits_is_not_cut(bert_folder: Path, here: Path) -> None:
+    said = " ".join(
+        run("score", bert_folder, "-d", "data", "-m", "random", "--max-length", 16, "-o", "cut").stderr.split()
+    )
+    assert "Texts of more than 16 tokens were cut there (--max-length says where): 3 of 20" in said
     words = " ".join(["good"] * 29)
-    rows: list[dict[str, object]] = [{"text": f"{words} {w}", "label": 1} for w in WORDS]
-    write_jsonl(here / "data" / "train.jsonl", rows)
-    parts = load_parts(DataOptions("data"), load_model(str(bert_folder)))
-    assert max(parts.score.lengths()) == 32
-    assert not any("cut there" in note for note in parts.notes)
-
-
-def test_several_labels_an_example_can_be_read(here: Path) -> None:
-    from headprune.app.data.parts import hidden_labels
-
-    class Rows:
-        column_names = ("label",)
-
-        def __len__(self) -> int:
-            return 2
-
-        def __getitem__(self, rows: slice) -> dict[str, Any]:
-            return {"label": [[0, 1], [1, 1]]}
-
-    assert not hidden_labels(Rows())
+    just_fits: list[dict[str, object]] = [{"text": f"{words} {w}", "label": 1} for w in WORDS]
+    data = write_jsonl(here / "fits.jsonl", just_fits)
+    assert "cut there" not in run("score", bert_folder, "-d", data, "-m", "random", "-o", "fits").stderr
 
 
 # -- the disk ------------------------------------------------------------------------------------------
 
 
-def full(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/file")
+SAFETENSORS = safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/file")
+WRAPPED = RuntimeError("PytorchStreamWriter failed writing file")
+WRAPPED.__context__ = FULL
+# What torch.save says when it was given a path.
+STREAM = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 248704 vs 248592")
 
 
-def wrapped(*_: object, **__: object) -> None:
-    try:
-        full()
-    except OSError:
-        raise RuntimeError("PytorchStreamWriter failed writing file") from None
-
-
-def rust(*_: object, **__: object) -> None:
-    from safetensors import SafetensorError
-
-    raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-
-def stream(*_: object, **__: object) -> None:
-    """What torch.save says when it was given a path."""
-    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 248704 vs 248592")
-
-
-@pytest.mark.parametrize("how", [full, wrapped, rust, stream], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("error", [FULL, WRAPPED, SAFETENSORS, STREAM], ids=str)
 @pytest.mark.parametrize("step", ["load_parts", "find_attention"])
 def test_a_full_disk(
-    how: Any, step: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, step: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"headprune.app.workflow.scene.{step}", how)
+    monkeypatch.setattr(f"headprune.app.workflow.scene.{step}", raising(error))
     result = run("score", bert_folder, "-d", data_folder, "-q", "--json", code=1)
     (line,) = result.stderr.splitlines()
     assert line.startswith("headprune: No space left on the disk")
@@ -174,29 +147,12 @@ def test_a_full_disk(
 def test_a_stdout_that_takes_nothing(error: OSError, bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`> /dev/full` and `| head`: no traceback, whether the document is a result or an error."""
 
-    def document(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr("headprune.app.console.Console.document", document)
+    monkeypatch.setattr("headprune.app.console.Console.document", raising(error))
     for command in (["inspect", bert_folder, "--json"], ["inspect", "", "--json"], ["inspect", "--json"]):
-        result = runner.invoke(app, [str(a) for a in command])
+        result = invoke(*map(str, command))
         assert result.exit_code == (2 if command == ["inspect", "--json"] else 1)
         assert isinstance(result.exception, SystemExit), result.exception
         assert "unexpected" not in result.stderr
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_what_is_wrong_is_told_where_stderr_is_full(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open("/dev/full", "wb", buffering=0) as device:
-        monkeypatch.setattr(sys, "stderr", Patient(io.TextIOWrapper(device, write_through=True)))
-        with pytest.raises(SystemExit) as ended:
-            app(["inspect", "./gone"])
-        monkeypatch.undo()
-    assert ended.value.code == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("headprune: There is no model")
 
 
 def test_a_link_that_leads_nowhere(bert_folder: Path, data_folder: Path, here: Path) -> None:
@@ -221,10 +177,7 @@ def test_a_link_that_leads_nowhere(bert_folder: Path, data_folder: Path, here: P
 def test_errors_of_the_machine_and_unknown_ones(
     error: Exception, says: str, bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("headprune.app.models.load_model", broken)
+    monkeypatch.setattr("headprune.app.models.load_model", raising(error))
     result = run("inspect", bert_folder, "--json", code=1)
     assert says in result.stderr
     assert json.loads(result.stdout)["error"] in result.stderr
@@ -243,12 +196,9 @@ def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
             out.loss = ((1 - (-each).exp()) ** 2 * each).sum()
         return out
 
-    def long(*_: object, **__: object) -> None:
-        raise AssertionError("the long work began")
-
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
     for step in ("scoring.score", "results.evaluate", "search.arrange"):
-        monkeypatch.setattr(f"headprune.app.workflow.{step}", long)
+        monkeypatch.setattr(f"headprune.app.workflow.{step}", raising(AssertionError("the long work began")))
     for more in ((), ("--dry-run",)):
         error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
         assert "cannot be measured: its own loss is not the cross-entropy of its logits" in " ".join(error.split())
@@ -276,43 +226,36 @@ def test_a_name_that_is_no_text_is_refused_before_the_work(
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (PermissionError(errno.EACCES, "Permission denied", "/cache/text"), "cannot write its cache: /cache/text: Permission denied. Set HF_HOME"),
+        (PermissionError(errno.EACCES, "Permission denied", "/cache/text"), "/cache/text cannot be read or written: Permission denied."),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on the disk"),
     ],
 )  # fmt: skip
 def test_the_cache_of_data_is_not_the_data(
     error: OSError, message: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr("datasets.load_dataset", load)
+    monkeypatch.setattr("datasets.load_dataset", raising(error))
     said = " ".join(run("score", bert_folder, "-d", data_folder, "-m", "random", code=1).stderr.split())
     assert message in said
+    assert "HF_HOME" in said
     assert "Check the files" not in said
-
-
-def test_a_file_of_the_data_that_cannot_be_read_is_the_data(data_folder: Path) -> None:
-    from headprune.app.data.reading import _of_the_cache
-
-    assert _of_the_cache(data_folder, PermissionError(errno.EACCES, "no", str(data_folder / "train.jsonl"))) is None
 
 
 # -- the process's own surroundings -----------------------------------------------------------------
 
 
-def test_a_python_without_docstrings_says_so(bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PYTHONOPTIMIZE=2 not even `headprune methods` ran."""
-    from headprune.cli import session
-    from headprune.planning.strategies import STRATEGIES, strategy
-    from headprune.scoring.base import METHODS, method
-
-    bare: Any = lambda *_: None  # noqa: E731
-    for register, known in ((method("bare", unit=""), METHODS), (strategy("bare"), STRATEGIES)):
-        register(bare)
-        assert known.pop("bare").about == ""
-    monkeypatch.setattr(session.session, "__doc__", None)
-    assert "This Python drops docstrings" in run("inspect", bert_folder, code=1).stderr
+@pytest.mark.parametrize(("typed", "environment", "code", "says"), [
+    ("inspect ./gone", {"PYTHONOPTIMIZE": "2"}, 1, "This Python drops docstrings"),  # not even `headprune methods` ran
+    ("inspect ./gone 2>/dev/full", {}, 1, "headprune: There is no model"),  # said on stdout
+    ("methods --json >&-", {}, 0, ""),
+])  # fmt: skip
+def test_odd_processes(typed: str, environment: dict[str, str], code: int, says: str) -> None:
+    done = subprocess.run(
+        f"exec {sys.executable} -m headprune {typed}", shell=True, capture_output=True, text=True, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert (done.returncode, "Traceback" in said) == (code, False), said
+    assert says in said
 
 
 def test_notebooks_and_libraries_are_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,10 +264,3 @@ def test_notebooks_and_libraries_are_kept_out(monkeypatch: pytest.MonkeyPatch) -
     run("methods")
     assert "MPLBACKEND" not in os.environ
     assert not any(logging.getLogger(name).isEnabledFor(logging.WARNING) for name in ("torchao", "torch.utils._pytree"))
-
-
-def test_json_to_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headprune.app.console import Console
-
-    monkeypatch.setattr("sys.stdout", None)  # what Python makes of `>&-`
-    Console(as_json=True).document({"a": 1})

@@ -1,12 +1,16 @@
 """What commands print: one document on stdout, progress with a time, and nothing that a model prints."""
 
+import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console as RichConsole
+from rich.progress import Progress
+from typer.main import get_command
 
+from headprune.app.console import Console, TimeLeft
 from headprune.app.models import load_model
 from headprune.cli import app
 from tests.support.commands import run
@@ -49,27 +53,16 @@ def test_what_a_model_prints_stays_out_of_the_document(
 
 
 def test_all_commands_take_the_same_flags() -> None:
-    from typer.main import get_command
-
     command: Any = get_command(app)
     for name, one in command.commands.items():
         flags = {f for option in one.params for f in option.opts}
         assert {"--json", "--quiet", "-q", "--verbose", "-v"} <= flags, name
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    now = [0.0]
-    monkeypatch.setattr("headprune.app.console.time.monotonic", lambda: now[0])
-    return now
-
-
-def test_progress_never_stands_without_a_time(clock: list[float]) -> None:
+def test_progress_never_stands_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that takes minutes: the time left is known from the first step on, and falls while one waits."""
-    from rich.progress import Progress
-
-    from headprune.app.console import TimeLeft
-
+    clock = [0.0]
+    monkeypatch.setattr("headprune.app.console.time.monotonic", lambda: clock[0])
     bars, column = Progress(get_time=lambda: clock[0]), TimeLeft()
     column.max_refresh = None
     bars.add_task("x", total=None)
@@ -79,37 +72,22 @@ def test_progress_never_stands_without_a_time(clock: list[float]) -> None:
         return column.render(task).plain
 
     assert shown() == ""
-    bars.update(task.id, completed=0, total=10, updated=clock[0])
-    assert shown() == "0/10"
-    clock[0] = 60.0
-    bars.update(task.id, completed=1, total=10, updated=60.0)
-    assert shown() == "1/10, 0:09:00 left"
-    clock[0] = 100.0
-    assert shown() == "1/10, 0:08:20 left"
-    clock[0] = 5000.0
-    assert shown() == "1/10, 0:00:00 left"
-    bars.update(task.id, completed=10, total=10, updated=5000.0)
-    assert shown() == "10/10, 0:00:00 left"
+    for now, done, text in (
+        (0.0, 0, "0/10"), (60.0, 1, "1/10, 0:09:00 left"), (100.0, None, "1/10, 0:08:20 left"), (5000.0, None, "1/10, 0:00:00 left"),
+        (5000.0, 10, "10/10, 0:00:00 left"),
+    ):  # fmt: skip
+        clock[0] = now
+        if done is not None:
+            bars.update(task.id, completed=done, total=10, updated=now)
+        assert shown() == text
 
 
-def test_the_bar_is_drawn_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-
-    from rich.console import Console as RichConsole
-
-    from headprune.app.console import Console
-
+def test_the_bar_is_drawn_with_it() -> None:
     console = Console()
-    console.err = RichConsole(file=io.StringIO(), force_terminal=True, width=100)
-    with console.track("working") as progress:
-        progress(1, 3, "a note")
-    drawn = console.err.file.getvalue()  # type: ignore[attr-defined]
-    assert "1/3, 0:00:00 left" in drawn
-    assert "a note" in drawn
-    assert "-:--" not in drawn
     console.err = RichConsole(file=io.StringIO(), force_terminal=True, width=80)
     with console.track("scoring by ablation") as progress:
         progress(7, 12, "block.encoder.layer.11.attention.self of 24 layers, and more that is told")
     (line,) = [line for line in console.err.file.getvalue().split("\n") if "7/12" in line]  # type: ignore[attr-defined]
+    assert "-:--" not in line
     assert "scoring by ablation (block" in line  # it took three lines
     assert "0:00:00 left" in line

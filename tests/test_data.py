@@ -1,8 +1,11 @@
-"""Parts are disjoint, columns are found, and every task's examples are encoded right."""
+"""Data: what can be read and what cannot, disjoint parts, columns, labels, every task's examples, and made-up variants of them."""
 
+import copy
+import json
 import re
 from collections.abc import Sequence
-from itertools import permutations
+from dataclasses import replace
+from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +13,34 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import headprune as hp
-from headprune.app.data import DataOptions, load_parts, load_train
-from headprune.app.data.encoders.base import Classes
+from headprune.app.data import DataOptions, load_also, load_parts, load_train
+from headprune.app.data.classes import Classes
+from headprune.app.data.reading import read_splits
+from headprune.app.documents import Cut
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
-from headprune.app.options import Options
-from headprune.app.workflow.scene import open_scene
+from headprune.documents import from_json, to_json
+from headprune.inputs import first_rows, scrambled, tensors, variants
 from tests.support.causal import gemma3, text_config, tiny
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
-from tests.support.zoo import llama, randomise
+from tests.support.zoo import llama, randomise, text
 
 
-def parts_of(model: Path, data: Path, **options: Any) -> Any:
-    return load_parts(DataOptions(str(data), **options), load_model(str(model)))
+def loaded_as(model: nn.Module, task: str = "sequence-classification", coder: Any = None) -> LoadedModel:
+    return LoadedModel(model, coder or tokenizer(), TASKS[task], "x", "x")
+
+
+def parts_of(model: Any, data: Path, **options: Any) -> Any:
+    loaded = model if isinstance(model, LoadedModel) else load_model(str(model))
+    return load_parts(DataOptions(str(data), **options), loaded)
+
+
+def three(parts: Any) -> tuple[Any, Any, Any]:
+    return parts.score, parts.choose, parts.report
 
 
 def inputs(part: Any) -> set[tuple[int, ...]]:
@@ -33,7 +49,7 @@ def inputs(part: Any) -> set[tuple[int, ...]]:
 
 def test_splits_serve_as_named(bert_folder: Path, data_folder: Path) -> None:
     parts = parts_of(bert_folder, data_folder, limit=20)
-    assert [p.split for p in (parts.score, parts.choose, parts.report)] == ["train", "validation", "test"]
+    assert [p.split for p in three(parts)] == ["train", "validation", "test"]
     assert len(parts.score) == 20
     assert parts.columns == {"text": "text", "label": "label"}
 
@@ -48,22 +64,10 @@ def test_parts_are_disjoint_whatever_splits_there_are(
     for i, name in enumerate(names):
         write_jsonl(tmp_path / f"{name}.jsonl", sentences(50, seed=i))
     parts = parts_of(bert_folder, tmp_path, limit=limit)
-    every = (parts.score, parts.choose, parts.report)
-    for a in range(3):
-        assert len(every[a]) > 0
-        for b in range(a):
-            assert not inputs(every[a]) & inputs(every[b])
-            if every[a].split == every[b].split:
-                assert not set(every[a].rows) & set(every[b].rows)
-
-
-def test_the_same_text_in_two_splits_is_used_once(bert_folder: Path, tmp_path: Path) -> None:
-    rows = sentences(40, seed=0)
-    write_jsonl(tmp_path / "train.jsonl", rows)
-    write_jsonl(tmp_path / "test.jsonl", rows[:20] + sentences(20, seed=9))
-    parts = parts_of(bert_folder, tmp_path, split="train")
-    assert not inputs(parts.score) & inputs(parts.report)
-    assert any("already been used" in note for note in parts.notes)
+    assert all(len(part) > 0 for part in three(parts))
+    for a, b in combinations(three(parts), 2):
+        assert not inputs(a) & inputs(b)
+        assert a.split != b.split or not set(a.rows) & set(b.rows)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "tsv", "parquet"])
@@ -71,12 +75,11 @@ def test_one_file_is_cut_by_seed(suffix: str, bert_folder: Path, tmp_path: Path)
     import pandas as pd
 
     path, frame = tmp_path / f"all.{suffix}", pd.DataFrame(sentences(100, seed=0))
-    if suffix == "jsonl":
-        frame.to_json(path, orient="records", lines=True)
-    elif suffix == "parquet":
-        frame.to_parquet(path)
-    else:
-        frame.to_csv(path, index=False, sep="\t" if suffix == "tsv" else ",")
+    write: dict[str, Any] = {
+        "jsonl": lambda: frame.to_json(path, orient="records", lines=True), "parquet": lambda: frame.to_parquet(path),
+        "csv": lambda: frame.to_csv(path, index=False), "tsv": lambda: frame.to_csv(path, index=False, sep="\t"),
+    }  # fmt: skip
+    write[suffix]()
     a, b, c = (parts_of(bert_folder, path, seed=s) for s in (0, 0, 1))
     assert a.report.rows == b.report.rows != c.report.rows
     assert len(a.score) + len(a.choose) + len(a.report) <= 100
@@ -86,60 +89,31 @@ def test_batches_hold_every_example_once(bert_folder: Path, data_folder: Path) -
     part = parts_of(bert_folder, data_folder).report
     batches = list(part.batches(7))
     assert sum(len(b["labels"]) for b in batches) == len(part)
+    assert len(part.typical(3)["labels"]) == 3
     lengths = [int(n) for b in batches for n in b["attention_mask"].sum(1)]
     assert lengths == sorted(lengths)
     assert all(len(b["labels"]) == 7 for b in batches[:-1])
 
 
 def test_label_names(bert_folder: Path, tmp_path: Path) -> None:
-    rows = [
-        {"sentence": f"{a} film {b}", "sentiment": ("Positive", "negative")[i % 2]}
-        for i, a in enumerate(["one", "two", "three", "four"])
-        for b in ["good", "bad", "fine", "poor"]
-    ]
+    names = ("Positive", "negative")
+    rows: Any = [{"sentence": row["text"], "sentiment": names[i % 2]} for i, row in enumerate(sentences(16, 0))]
     parts = parts_of(bert_folder, write_jsonl(tmp_path / "x.jsonl", rows))
-    labels = {f["labels"] for p in (parts.score, parts.choose, parts.report) for f in p.features}
+    labels = {f["labels"] for p in three(parts) for f in p.features}
     assert labels == {0, 1}
     assert parts.columns == {"text": "sentence", "label": "sentiment"}
 
 
-@pytest.mark.parametrize(("rows", "options", "message"), [
-    ([{"text": "good", "label": 5}] * 9, {}, "label 5 does not fit the model's head, which has 2 classes"),
-    ([{"text": "good", "label": "maybe"}] * 9, {}, "label 'maybe' is none of the model's"),
-    ([{"body": "good", "label": 1}] * 9, {}, "No column looks like the text: the columns are body, label"),
-    ([{"text": "good", "stars": 1}] * 9, {}, "No column looks like the label"),
-    ([{"text": "good", "label": 1}] * 9, {"text_column": "review"}, "no column 'review' .*--text-column"),
-    ([{"text": "good", "label": 1}] * 9, {"split": "dev"}, "no usable split 'dev'"),
-    ([{"text": 3, "label": 1}] * 9, {}, "holds no text"),
-])  # fmt: skip
-def test_bad_data(rows: Any, options: Any, message: str, bert_folder: Path, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "train.jsonl", rows)
-    with pytest.raises(hp.HeadPruneError, match=message):
-        parts_of(bert_folder, tmp_path, **options)
-
-
-def test_no_data(bert_folder: Path, tmp_path: Path) -> None:
-    for content in ("", "\n"):
-        (tmp_path / "train.jsonl").write_text(content)
-        with pytest.raises(hp.HeadPruneError):
-            parts_of(bert_folder, tmp_path / "train.jsonl")
-    with pytest.raises(hp.HeadPruneError, match="no dataset 'nobody/nothing'"):
-        parts_of(bert_folder, Path("nobody/nothing"))
-
-
-def task_model(task: str) -> torch.nn.Module:
-    made = {
-        "token-classification": lambda: tf.BertForTokenClassification(tf.BertConfig(**common(num_labels=3))),
-        "question-answering": lambda: tf.BertForQuestionAnswering(tf.BertConfig(**common())),
-        "masked-lm": lambda: tf.BertForMaskedLM(tf.BertConfig(**common())),
-        "causal-lm": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**common(num_key_value_heads=2))),
-        "seq2seq": lambda: tf.T5ForConditionalGeneration(
-            tf.T5Config(vocab_size=30, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=48, decoder_start_token_id=0)
-        ),
-    }
-    return randomise(made[task]())
-
-
+MODELS: dict[str, Any] = {
+    "sequence-classification": lambda: tf.BertForSequenceClassification(tf.BertConfig(**common())),
+    "token-classification": lambda: tf.BertForTokenClassification(tf.BertConfig(**common(num_labels=3))),
+    "question-answering": lambda: tf.BertForQuestionAnswering(tf.BertConfig(**common())),
+    "masked-lm": lambda: tf.BertForMaskedLM(tf.BertConfig(**common())),
+    "causal-lm": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**common(num_key_value_heads=2))),
+    "seq2seq": lambda: tf.T5ForConditionalGeneration(
+        tf.T5Config(vocab_size=30, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=48, decoder_start_token_id=0)
+    ),
+}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "token-classification": [
         {"tokens": ["good", "film", w], "ner_tags": [1, 0, i % 3]}
@@ -158,11 +132,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 def of_task(task: str, coder: Any = None) -> LoadedModel:
-    return LoadedModel(task_model(task), coder or tokenizer(), TASKS[task], "x", "x")
+    return loaded_as(randomise(MODELS[task]()), task, coder)
 
 
 def parts_of_rows(loaded: LoadedModel, rows: Any, folder: Path, **options: Any) -> Any:
-    return load_parts(DataOptions(str(write_jsonl(folder / "x.jsonl", rows)), **options), loaded)
+    return parts_of(loaded, write_jsonl(folder / "x.jsonl", rows), **options)
 
 
 def left_padding() -> Any:
@@ -185,24 +159,26 @@ def test_every_text_task_scores_with_the_models_own_loss(task: str, tmp_path: Pa
     assert torch.isfinite(scores.flat()).all()
 
 
-def test_answers_are_where_they_should_be(tmp_path: Path) -> None:
-    parts, texts = parts_of_rows(of_task("question-answering"), ROWS["question-answering"], tmp_path), tokenizer()
-    answers = {
-        texts.decode(f["input_ids"][f["start_positions"] : f["end_positions"] + 1])
-        for p in (parts.score, parts.choose, parts.report)
-        for f in p.features
-    }
+@pytest.mark.parametrize("columns", [None, "question, context"])
+def test_answers_are_where_they_should_be(columns: str | None, tmp_path: Path) -> None:
+    rows, texts = ROWS["question-answering"], tokenizer()
+    parts = parts_of_rows(of_task("question-answering"), rows, tmp_path, text_column=columns)
+    features = [f for part in three(parts) for f in part.features]
+    answers = {texts.decode(f["input_ids"][f["start_positions"] : f["end_positions"] + 1]) for f in features}
     assert answers == {"great", "dull", "fun", "sad", "one", "two"}
 
 
-def test_masks_are_drawn_by_seed_and_row(tmp_path: Path) -> None:
-    loaded = of_task("masked-lm")
-    first, again = (parts_of_rows(loaded, ROWS["masked-lm"], tmp_path).score.features for _ in range(2))
-    assert first == again
-    for f in first:
-        masked = [i for i, token in enumerate(f["input_ids"]) if token == 4]
-        assert masked
-        assert [i for i, label in enumerate(f["labels"]) if label != -100] == masked
+@pytest.mark.parametrize("coder", [tokenizer, left_padding])
+def test_masks_are_drawn_by_seed_and_row(coder: Any, tmp_path: Path) -> None:
+    """And labels lie where the masked tokens do, whatever side is padded."""
+    loaded = of_task("masked-lm", coder())
+    first, again = (parts_of_rows(loaded, ROWS["masked-lm"], tmp_path).score for _ in range(2))
+    assert first.features == again.features
+    (batch,) = first.batches(99)
+    assert (batch["attention_mask"] == 0).any()
+    masked = batch["input_ids"] == 4
+    assert masked.any(1).all()
+    assert torch.equal(batch["labels"] != -100, masked)
 
 
 def test_whisper_and_its_sound(tmp_path: Path) -> None:
@@ -219,34 +195,28 @@ def test_whisper_and_its_sound(tmp_path: Path) -> None:
         tokenizer = tokenizer()
 
     generator = torch.Generator().manual_seed(0)
-    rows = [
-        {
-            "audio": {"array": torch.randn(800, generator=generator).tolist(), "sampling_rate": 16000},
-            "text": f"{w} film",
-        }
-        for w in ["one", "two", "three", "four", "good", "bad"]
-    ]
-    parts = parts_of_rows(LoadedModel(model, Processor(), TASKS["speech-seq2seq"], "x", "x"), rows, tmp_path)
+    sounds = [{"array": torch.randn(800, generator=generator).tolist(), "sampling_rate": 16000} for _ in range(6)]
+    rows = [{"audio": sound, "text": f"{word} film"} for sound, word in zip(sounds, WORDS, strict=False)]
+    parts = parts_of_rows(loaded_as(model, "speech-seq2seq", Processor()), rows, tmp_path)
     scores = hp.score(model, parts.score.batches(2))
     assert [layer.kind for layer in scores.layers] == ["encoder"] * 2 + ["decoder", "cross"] * 2
     assert torch.isfinite(scores.flat()).all()
 
 
-def test_masked_texts_are_disjoint_too(tmp_path: Path) -> None:
-    rows = sentences(20, seed=0) * 5
-    write_jsonl(tmp_path / "d" / "train.jsonl", rows)
-    write_jsonl(tmp_path / "d" / "test.jsonl", sentences(20, seed=0)[:10] + sentences(20, seed=5))
-    write_jsonl(tmp_path / "d" / "validation.jsonl", sentences(20, seed=6))
-    parts = load_parts(DataOptions(str(tmp_path / "d"), limit=80), of_task("masked-lm"))
+@pytest.mark.parametrize("task", ["sequence-classification", "masked-lm"])
+def test_the_same_text_in_two_splits_is_used_once(task: str, tmp_path: Path) -> None:
+    """Also where other tokens of it are masked."""
+    write_jsonl(tmp_path / "train.jsonl", sentences(20, seed=0) * 5)
+    write_jsonl(tmp_path / "test.jsonl", sentences(20, seed=0)[:10] + sentences(20, seed=5))
+    write_jsonl(tmp_path / "validation.jsonl", sentences(20, seed=6))
+    parts = parts_of(of_task(task), tmp_path, limit=80)
 
     def texts(part: Any) -> set[tuple[int, ...]]:
-        return {
-            tuple(t if label == -100 else label for t, label in zip(f["input_ids"], f["labels"], strict=True))
-            for f in part.features
-        }
+        pairs = [(f["input_ids"], f["labels"] if task == "masked-lm" else [-100] * 99) for f in part.features]
+        return {tuple(t if label == -100 else label for t, label in zip(*pair, strict=False)) for pair in pairs}
 
     assert not texts(parts.score) & texts(parts.report)
-    assert any("already been used" in note for note in parts.notes)
+    assert any("repeating an input" in note for note in parts.notes)
 
 
 def test_left_padding_does_not_reach_language_models(tmp_path: Path) -> None:
@@ -260,17 +230,12 @@ def test_chats_are_written_out_by_the_chat_template(tmp_path: Path) -> None:
     coder = tokenizer()
     loaded = of_task("causal-lm", coder)
     said = [row["text"] for row in sentences(60, seed=0)]
-    chats = [
-        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
-        for a, b in zip(said[::2], said[1::2], strict=True)
-    ]
-    options = DataOptions(str(write_jsonl(tmp_path / "x.jsonl", chats)))
-    with pytest.raises(
-        hp.HeadPruneError, match=r"Row 14 of .*'messages' holds chats, and the tokenizer has no chat template"
-    ):
-        load_parts(options, loaded)
+    roles = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    chats: Any = [{"messages": roles[i : i + 2]} for i in range(0, 60, 2)]
+    with pytest.raises(hp.HeadPruneError, match=r"Row 14 of .*'messages' holds chats, and .* has no chat template"):
+        parts_of_rows(loaded, chats, tmp_path)
     coder.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.role[:0] + m.content + ' ' }}{% endfor %}"
-    parts = load_parts(options, loaded)
+    parts = parts_of_rows(loaded, chats, tmp_path)
     assert parts.columns == {"text": "messages"}
     assert sum("chat template" in note for note in parts.notes) == 1
     written = {
@@ -281,13 +246,13 @@ def test_chats_are_written_out_by_the_chat_template(tmp_path: Path) -> None:
     assert all(f["labels"] == f["input_ids"] for f in parts.score.features)
     coder.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(hp.HeadPruneError, match="refuses the chat: roles must alternate"):
-        load_parts(options, loaded)
+        parts_of_rows(loaded, chats, tmp_path)
 
 
 def test_roberta_has_fewer_positions_than_rows(tmp_path: Path) -> None:
     config = tf.RobertaConfig(**common(pad_token_id=1, max_position_embeddings=18))
     model = randomise(tf.RobertaForSequenceClassification(config))
-    loaded = LoadedModel(model, tokenizer(), TASKS["sequence-classification"], "x", "x")
+    loaded = loaded_as(model)
     long = " ".join(r["text"] for r in sentences(20, seed=1))
     rows = [{**r, "text": f"{r['text']} {long}"} for r in sentences(30, seed=0)]
     parts = parts_of_rows(loaded, rows, tmp_path)
@@ -297,10 +262,7 @@ def test_roberta_has_fewer_positions_than_rows(tmp_path: Path) -> None:
 
 def test_targets_are_padded_on_the_right_whatever_side_inputs_are(tmp_path: Path) -> None:
     """A decoder begins at the left: labels padded there would have it begin with nothing."""
-    words = ["one", "two", "three", "four", "a", "the"]
-    rows: list[dict[str, object]] = [
-        {"document": " ".join(words[: i + 1]), "summary": " ".join(words[i:])} for i in range(6)
-    ]
+    rows: Any = [{"document": " ".join(WORDS[: i + 1]), "summary": " ".join(WORDS[i:6])} for i in range(6)]
     (batch,) = list(parts_of_rows(of_task("seq2seq", left_padding()), rows, tmp_path).score.batches(9))
     padded, ignored = batch["attention_mask"] == 0, batch["labels"] == -100
     assert padded.any()
@@ -323,11 +285,8 @@ def test_a_token_that_also_pads_is_still_predicted(tmp_path: Path) -> None:
 def test_a_split_that_is_named_for_two_parts_is_cut(split: str, bert_folder: Path, tmp_path: Path) -> None:
     """Naming the only split there is again left nothing to report on."""
     file = write_jsonl(tmp_path / "all.jsonl", sentences(60, seed=4))
-    options = DataOptions(dataset=str(file), **{split: "all"})
-    parts = load_parts(options, load_model(str(bert_folder)))
-    usual = load_parts(DataOptions(dataset=str(file)), load_model(str(bert_folder)))
-    for name in ("score", "choose", "report"):
-        assert getattr(parts, name).rows == getattr(usual, name).rows
+    parts, usual = parts_of(bert_folder, file, **{split: "all"}), parts_of(bert_folder, file)
+    assert [part.rows for part in three(parts)] == [part.rows for part in three(usual)]
 
 
 @pytest.mark.parametrize("label", [[0, 1], [0, 2, 1], [1, -1, 0], [1, None, 0], 1])
@@ -339,20 +298,19 @@ def test_labels_for_several_classes_at_once(label: Any) -> None:
     assert classes.several([0, 0.5, 1], any_number=False) == [0.0, 0.5, 1.0]
 
 
-def labels_of(loaded: LoadedModel, data: Any, **options: Any) -> tuple[list[Any], list[str]]:
+def labels_of(loaded: LoadedModel, data: Path) -> tuple[list[Any], list[str]]:
     """The labels of every part's examples in their rows' order, as the model gets them; and the notes."""
-    parts = load_parts(DataOptions(str(data), **options), loaded)
+    parts = parts_of(loaded, data)
     labels = {
         (part.split, row): feature["labels"]
-        for part in (parts.score, parts.choose, parts.report)
+        for part in three(parts)
         for row, feature in zip(part.rows, part.features, strict=True)
     }
     return [labels[at] for at in sorted(labels)], parts.notes
 
 
 def text_classifier(**config: Any) -> LoadedModel:
-    model = tf.BertForSequenceClassification(tf.BertConfig(**common(**config)))
-    return LoadedModel(model, tokenizer(), TASKS["sequence-classification"], "x", "x")
+    return loaded_as(tf.BertForSequenceClassification(tf.BertConfig(**common(**config))))
 
 
 def stored(path: Path, names: Any, labels: Sequence[Any], *, several: bool = False) -> Path:
@@ -404,7 +362,7 @@ def test_classes_that_the_model_does_not_name_are_refused(
     model: list[str], data: list[str], label: str, tmp_path: Path
 ) -> None:
     loaded = text_classifier(id2label=dict(enumerate(model)))
-    with pytest.raises(hp.HeadPruneError, match=f"label '{label}' is none of the model's"):
+    with pytest.raises(hp.HeadPruneError, match=f"label '{label}' does not fit the model's head"):
         labels_of(loaded, stored(tmp_path / "d", data, [data.index(label)] * 9))
 
 
@@ -421,7 +379,7 @@ def test_tags_of_words_go_by_name(tmp_path: Path) -> None:
     import datasets
 
     config = tf.BertConfig(**common(id2label={0: "O", 1: "B-MISC", 2: "B-PER"}))
-    loaded = LoadedModel(tf.BertForTokenClassification(config), tokenizer(), TASKS["token-classification"], "x", "x")
+    loaded = loaded_as(tf.BertForTokenClassification(config), "token-classification")
     kinds = {
         "tokens": datasets.List(datasets.Value("string")),
         "ner_tags": datasets.List(datasets.ClassLabel(names=["O", "B-PER", "B-MISC"])),
@@ -441,7 +399,7 @@ def test_splits_may_order_their_classes_differently(tmp_path: Path) -> None:
     }
     splits["test"] = splits["test"].map(lambda row: {"text": f"very {row['text']}"})
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "d"))
-    parts = load_parts(DataOptions(str(tmp_path / "d")), text_classifier(id2label={0: "neg", 1: "pos"}))
+    parts = parts_of(text_classifier(id2label={0: "neg", 1: "pos"}), tmp_path / "d")
     for part, names in ((parts.score, [1, 0]), (parts.report, [0, 1])):
         assert [f["labels"] for f in part.features] == [names[row % 2] for row in part.rows]
 
@@ -466,12 +424,9 @@ def test_folders_of_images_go_by_name(tmp_path: Path) -> None:
         id2label={0: "dog", 1: "cat"},
     )  # fmt: skip
     processor = tf.ViTImageProcessor(size={"height": 8, "width": 8}, do_normalize=False)
-    loaded = LoadedModel(tf.ViTForImageClassification(config), processor, TASKS["image-classification"], "x", "x")
-    parts = load_parts(DataOptions(str(tmp_path / "images")), loaded)
-    for part in (parts.score, parts.choose, parts.report):
-        for feature in part.features:
-            is_dog = bool(feature["pixel_values"][0].max() > 0.5)
-            assert feature["labels"] == (0 if is_dog else 1)
+    loaded = loaded_as(tf.ViTForImageClassification(config), "image-classification", processor)
+    features = [f for part in three(parts_of(loaded, tmp_path / "images")) for f in part.features]
+    assert [f["labels"] for f in features] == [int(f["pixel_values"][0].max() <= 0.5) for f in features]
 
 
 # -- to train on ------------------------------------------------------------------------------
@@ -491,12 +446,11 @@ def test_what_chooses_or_is_reported_is_never_trained_on(bert_folder: Path, tmp_
         train, notes = load_train(options, loaded, parts)
         held_out = {str(f["input_ids"]) for p in (parts.choose, parts.report) for f in p.features}
         assert not held_out & {str(f["input_ids"]) for f in train.features}
-        assert {p.split for p in (parts.choose, parts.report)} != {train.split} or not set(train.rows) & {
-            *parts.choose.rows, *parts.report.rows
-        }  # fmt: skip
+        used = {(part.split, row) for part in (parts.choose, parts.report) for row in part.rows}
+        assert not used & {(train.split, row) for row in train.rows}
         assert set(parts.score.rows) & set(train.rows)
         assert len(set(train.rows)) == len(train) > 20
-        assert notes[1].startswith("Left out")
+        assert notes[1].startswith("Rows left out")
         scored = int(re.search(r"of which (\d+) also scored", notes[0])[1])
         assert scored == len(set(train.rows) & set(parts.score.rows))
         fewer, _ = load_train(options, loaded, parts, 9)
@@ -507,12 +461,12 @@ def test_what_chooses_or_is_reported_is_never_trained_on(bert_folder: Path, tmp_
 def test_nothing_left_to_train_on(bert_folder: Path, tmp_path: Path) -> None:
     loaded = load_model(str(bert_folder))
     rows = sentences(20, 5)
-    for split in ("train", "validation", "test"):
+    write_jsonl(tmp_path / "train.jsonl", [*rows[:5], {"text": "a film", "label": 0}])
+    for split in ("validation", "test"):
         write_jsonl(tmp_path / f"{split}.jsonl", rows)
     options = DataOptions(str(tmp_path), limit=8)
-    write_jsonl(tmp_path / "train.jsonl", [*rows[:5], {"text": "a film", "label": 0}])
     parts = load_parts(options, loaded)
-    parts.choose.features.extend(parts.score.features)
+    parts = replace(parts, choose=replace(parts.choose, inputs=(*parts.choose.inputs, *parts.score.inputs)))
     with pytest.raises(hp.HeadPruneError, match="left to train on"):
         load_train(options, loaded, parts)
 
@@ -521,7 +475,7 @@ def test_nothing_left_to_train_on(bert_folder: Path, tmp_path: Path) -> None:
 
 
 def parts_for(model: nn.Module, folder: Path) -> Any:
-    return parts_of_rows(LoadedModel(model, tokenizer(), TASKS["causal-lm"], "x", "x"), sentences(12, seed=0), folder)
+    return parts_of_rows(loaded_as(model, "causal-lm"), sentences(12, seed=0), folder)
 
 
 def test_labels_are_the_next_tokens_whatever_the_models_own_loss(tmp_path: Path) -> None:
@@ -560,24 +514,9 @@ def regression(targets: int, problem: str | None = "regression") -> nn.Module:
     return randomise(tf.BertForSequenceClassification(config))
 
 
-def test_the_command_line_says_that_it_measures_no_regression(tmp_path: Path) -> None:
-    model = regression(3)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    rows: list[dict[str, Any]] = [{"text": "good film", "label": [0.5, 1.0, -2.0]}] * 6
-    data = DataOptions(str(write_jsonl(tmp_path / "x.jsonl", rows)))
-
-    class Silent:
-        def say(self, text: str) -> None:
-            pass
-
-    with pytest.raises(hp.HeadPruneError, match=r"has a regression head \(3 numbers\)"):
-        open_scene(Options(str(tmp_path / "model"), data), Silent())  # type: ignore[arg-type]
-
-
 def test_who_gives_numbers() -> None:
     def given(model: nn.Module, task: str = "sequence-classification") -> str | None:
-        return numbers_given(LoadedModel(model, None, TASKS[task], "x", "x"))
+        return numbers_given(loaded_as(model, task))
 
     assert given(regression(3)) == "3 numbers"
     assert given(regression(1)) == "1 number"
@@ -617,9 +556,192 @@ def test_a_classifier_of_several_parts_gets_a_token_to_pad_with(tmp_path: Path) 
 def test_texts_are_cut_at_the_positions_of_the_text_part(tmp_path: Path) -> None:
     model = randomise(gemma3())
     model.config.text_config.max_position_embeddings = 5
-    loaded = LoadedModel(model, tokenizer(), TASKS["causal-lm"], "x", "x")
-    rows: list[dict[str, Any]] = [
+    rows: Any = [
         {"text": f"{w} good film was a the plot is fun"} for w in ("one", "two", "sad", "dull", "four", "three")
     ]
-    parts = parts_of_rows(loaded, rows, tmp_path)
+    parts = parts_of_rows(loaded_as(model, "causal-lm"), rows, tmp_path)
     assert {b["input_ids"].shape[1] for b in parts.score.batches(4)} == {5}
+
+
+def test_nothing_is_trained_on_second_data(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    rows = [json.loads(line) for line in (data_folder / "train.jsonl").read_text().splitlines()]
+    options = DataOptions(str(data_folder), limit=20, also=(str(write_jsonl(here / "some.jsonl", rows)),))
+    loaded = load_model(str(bert_folder))
+    parts = load_parts(options, loaded)
+    beside = load_also(options, loaded, parts)
+    (also,) = beside.also
+    assert not set(also.inputs) & {*parts.score.inputs, *parts.choose.inputs}
+    before, now = (load_train(options, loaded, p)[0] for p in (parts, beside))
+    assert len(before) > len(now)
+    assert set(map(repr, now.features)).isdisjoint(map(repr, also.features))
+
+
+def test_documents_from_before_contents_were_noted(bert_folder: Path, data_folder: Path) -> None:
+    parts = load_parts(DataOptions(str(data_folder), limit=10), load_model(str(bert_folder)))
+    now = Cut.of(parts)
+    old = {n: {k: v for k, v in p.items() if k != "content_hash"} for n, p in to_json(now).items() if p}
+    assert from_json(Cut, old).same(now)
+    assert not from_json(Cut, {**old, "choose": {**old["choose"], "rows_hash": "x"}}).same(now)
+    assert not replace(now, score=replace(now.score, content_hash="x")).same(now)
+
+
+# -- what can be read ------------------------------------------------------------------------------------
+
+LINES = [json.dumps(row) for row in sentences(60, 0)]
+TABLE = ["text,label", *(f"text {i},1" for i in range(60))]
+
+
+def with_line(lines: list[str], number: int, text: str) -> bytes:
+    """The lines, of which one (from 1) is another."""
+    return "".join(f"{line}\n" for line in [*lines[: number - 1], text, *lines[number:]]).encode()
+
+
+BROKEN: dict[str, tuple[str, bytes, str]] = {
+    "cut": ("x.jsonl", with_line(LINES, 44, '{"text": "good", "label": '), "line 44: Expecting value: column 27"),
+    "comma": ("x.jsonl", with_line(LINES, 44, '{"text": "a" "label": 1}'), "line 44: .*delimiter: column 14"),
+    "after a blank line": ("x.jsonl", b"\n" + with_line(LINES, 44, "{"), "line 45: Expecting property name"),
+    "a list": ("x.jsonl", with_line(LINES, 44, "[1, 2]"), "line 44: it is no JSON object"),
+    "json with lines": ("x.json", with_line(LINES, 44, "{"), "JSON parse error: .* in row 43"),
+    "json": ("x.json", b'[\n{"text": "a", "label": 1},\n{"text" "b"}\n]', "No ':' found .* at position 37"),
+    "fields": ("x.csv", with_line(TABLE, 44, "good, but long,1"), "Expected 2 fields in line 44, saw 3"),
+    "tabs": ("x.tsv", with_line([t.replace(",", "\t") for t in TABLE], 44, "a\tb\t1"), "2 fields in line 44, saw 3"),
+    "quote": ("x.csv", with_line(TABLE, 44, '"good,1'), "EOF inside string starting at row 43"),
+    "latin": ("x.csv", with_line(TABLE, 44, "schön,1").decode().encode("latin-1"), "line 44: .*in position 3"),
+    "parquet": ("x.parquet", b"PAR1, but no more", "Parquet magic bytes not found"),
+    "null": ("x.jsonl", with_line(LINES, 44, "null"), "line 44: it holds null"),  # pyarrow would crash
+    "deep": ("x.jsonl", with_line(LINES, 44, "[" * 50_000 + "]" * 50_000), "line 44: .*more than 1,000 deep"),  # likewise
+    "deep in lines": ("x.json", b'[{"text": 1, "label":\n' + b"[\n" * 2000 + b"]\n" * 2000 + b"}]", "line 1,00.: .* deep"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("in_folder", [False, True], ids=["file", "folder"])
+def test_the_broken_line_is_named(case: str, in_folder: bool, tmp_path: Path) -> None:
+    name, content, message = BROKEN[case]
+    data = tmp_path / "data"
+    data.mkdir()
+    if in_folder:
+        name = f"train.{name.partition('.')[2]}"
+        write_jsonl(data / "notes" / "fine.jsonl", sentences(3, 0))  # is not what is wrong
+    (data / name).write_bytes(content)
+    with pytest.raises(hp.HeadPruneError, match=message) as error:
+        read_splits(str(data if in_folder else data / name))
+    assert str(error.value).startswith(f"{data / name} cannot be read as a dataset: ")
+    assert error.value.hint
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_do_not_go_together_are_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for i, row in enumerate(({"text": "a"}, {"more": "b", "than": "that"})):
+        write_jsonl(tmp_path / "a" / f"train-{i}.jsonl", [row] * 3)
+    with pytest.raises(hp.HeadPruneError, match=r"a cannot be read as a dataset: .*\. Check the files in it"):
+        read_splits(str(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("x.jsonl", '\n{"text": "a\\nb"}\r\n\n{"text": "c"}'),
+    ("x.json", '[\n {"text": "a"}\n]'),
+    ("x.json", '{"text": "a"}\n{"text": "b"}\n'),
+    ("x.csv", 'text,label\n"two\nlines, and a ""word""",1\n\nshort\n'),
+    ("x.csv", "text\n0,a\n1,b\n"),  # row numbers without a name
+    ("x.csv", "text,label\n" + "a" * 200_000 + ",1\n"),
+    ("x.tsv", "text\tlabel\na, b\t1\n"),
+    ("x.txt", "{\n"),
+    ("x.jsonl", json.dumps({"text": "{[" * 2000}) + "\n"),  # brackets in texts
+    ("x.jsonl", json.dumps({"text": "a", "more": [[1]] * 2000}) + "\n"),
+    ("x.json", '[{"text":\nnull\n}, {"text": "a"}]'),
+])  # fmt: skip
+def test_what_can_be_read_is_read(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert len(read_splits(str(tmp_path / name))["all"]) > 0
+    (tmp_path / "z.parquet").write_text("PAR1")
+    with pytest.raises(hp.HeadPruneError) as error:
+        read_splits(str(tmp_path))
+    assert str(tmp_path / name) not in str(error.value)  # another file is broken
+
+
+def test_rows_are_named_by_the_split(bert_folder: Path, tmp_path: Path) -> None:
+    rows: Any = [{"text": "good film", "label": 7 if i == 3 else 1} for i in range(8)]
+    write_jsonl(tmp_path / "train.jsonl", sentences(40, 0))
+    write_jsonl(tmp_path / "test.jsonl", rows)
+    with pytest.raises(hp.HeadPruneError, match=r"^Row 3 of split 'test' \(the first is row 0\): label 7 does not"):
+        parts_of(bert_folder, tmp_path)
+
+
+def test_a_name_is_no_pattern(tmp_path: Path) -> None:
+    """`datasets` takes names of files for patterns: data[1].jsonl was "no rows", and a*.jsonl could be another file."""
+    for name in ("data[1].jsonl", "a*.jsonl", "b?.csv", "[x]/train.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"text": "good"}\n' if path.suffix == ".jsonl" else "text\ngood\n")
+        (tmp_path / name.replace("*", "b").replace("?", "c")).with_suffix(path.suffix).touch()
+        assert read_splits(str(path))["all"]["text"][:] == ["good"]
+    with pytest.raises(hp.HeadPruneError, match=r"\*, \? and \[ are taken for patterns"):
+        read_splits(str(tmp_path / "[x]"))
+    lines = tmp_path / "a\nb"
+    lines.mkdir()
+    (lines / "train.jsonl").write_text('{"text": "good"}\n')
+    with pytest.raises(hp.HeadPruneError, match="a name must be one line"):  # it was "no rows", too
+        read_splits(str(lines))
+    assert read_splits(str(lines / "train.jsonl"))["all"]["text"][:] == ["good"]
+
+
+# -- examples that are varied for the proof ---------------------------------------------------------------
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Any:
+    """Ids with a mask, ids alone, features in a tuple with a mask, or a bare tensor."""
+    rows, length = draw(st.integers(1, 4)), draw(st.integers(2, 9))
+    features = torch.randn(rows, length, 4)
+    ids = {**text(rows, length), "labels": torch.zeros(rows, length, dtype=torch.long)}
+    padding = torch.zeros(rows, length, dtype=torch.bool)
+    return draw(st.sampled_from([ids, {"input_ids": ids["input_ids"]}, (features, padding), (features,), features]))
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+
+
+@given(examples())
+def test_variants_differ_in_shape_or_padding(example: Any) -> None:
+    before = copy.deepcopy(example)
+    for made in variants(example):
+        assert type(made) is type(example)
+        shapes = [t.shape for t in tensors(made)] != [t.shape for t in tensors(example)]
+        assert shapes or not same(made, example)
+    assert same(example, before)
+
+
+def test_a_mask_longer_than_the_ids_stays_as_it_was() -> None:
+    example = {"input_ids": torch.full((2, 6), 7), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    shorter = variants(example)[0]
+    assert isinstance(shorter, dict)
+    assert not shorter["attention_mask"][0, -1]
+    assert bool((example["attention_mask"] == 1).all())
+
+
+@given(examples())
+def test_scrambled_has_other_content_in_the_same_places(example: Any) -> None:
+    before = copy.deepcopy(example)
+    for made in scrambled(example, 90):
+        assert [(t.shape, t.dtype) for t in tensors(made)] == [(t.shape, t.dtype) for t in tensors(example)]
+        if isinstance(example, dict):
+            assert torch.equal(made["input_ids"] < 5, example["input_ids"] < 5)  # padding and ends stay where they are
+            assert int(made["input_ids"].max()) < 90
+    assert same(example, before)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_first_rows_of_what_is_nested(rows: int) -> None:
+    example = {
+        "x": torch.arange(12).view(4, 3),
+        "pair": (torch.arange(4), [torch.ones(4, 2)]),
+        "scale": torch.tensor(2.0),
+        "flag": True,
+    }
+    made = first_rows(example, rows)
+    assert torch.equal(made["x"], example["x"][:rows])
+    assert (len(made["pair"][0]), made["pair"][1][0].shape) == (rows, (rows, 2))
+    assert (made["scale"], made["flag"]) == (2.0, True)

@@ -1,12 +1,12 @@
-"""What README and docs say to type, and where they lead: today's commands, options, files and headings."""
+"""What README and docs say to type, and where they lead: today's commands, options, files and headings; and what is typed no more."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
-import typer.main
 
-from headprune.cli.app import RETIRED, app
+from tests.support.commands import COMMANDS, RETIRED, run
 
 ROOT = Path(__file__).parents[1]
 MADE = {"api.md", "coverage.md", "coverage-onnx.md", "licences.md"}
@@ -14,7 +14,6 @@ PAGES = {
     p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
 }
 PROSE = {name: text for name, text in PAGES.items() if Path(name).name not in MADE | {"CHANGELOG.md"}}
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OPTIONS = {
     name: {o for p in command.params for o in (*p.opts, *p.secondary_opts) if o[0] == "-"} | {"--help"}
     for name, command in COMMANDS.items()
@@ -60,12 +59,23 @@ def test_commands_have_these_options(name: str) -> None:
             assert not set(typed) - OPTIONS[command], line
 
 
-@pytest.mark.parametrize("name", PROSE)
-def test_nothing_says_to_type_what_is_retired(name: str) -> None:
-    gone = [option for option in RETIRED if option.startswith("--") and option not in EVERY]
-    assert not [
-        line for line in code_in(PROSE[name]) for option in gone if re.search(rf"(?<!\S){option}(?![\w-])", line)
-    ]
+@pytest.mark.parametrize("name", RETIRED)
+def test_one_line_says_what_to_type_instead(name: str) -> None:
+    """What there is: nobody is sent from one retired option to the next; and no page says to type it."""
+    typed = ("score", "MODEL", name, 64) if name.startswith("-") else (name, "MODEL")
+    told = run(*typed, code=2)
+    assert (told.stdout, told.stderr.count("\n")) == ("", 1)
+    assert re.match(rf"headprune: .*{name}`? is gone\. ", told.stderr)
+    document = json.loads(run(*typed, "--json", code=2).stdout)
+    assert told.stderr == f"headprune: {document['error']} {document['hint']}\n"
+    assert set(re.findall(r"`headprune (\w+)", RETIRED[name])) <= COMMANDS.keys()
+    assert set(re.findall(r"--[a-z-]+", RETIRED[name])) <= EVERY
+    code = [line for text in PROSE.values() for line in code_in(text)]
+    assert name in EVERY or not any(re.search(rf"(?<![\S]){name} ", f"{line} ") for line in code if name[0] == "-")
+
+
+def test_an_option_without_its_value_is_not_taken_for_a_retired_one() -> None:
+    assert "requires an argument" in run("prune", "--keep", code=2).stderr
 
 
 @pytest.mark.parametrize("command", ["score", "prune", "finetune", "show", "bench", "export", "push"])

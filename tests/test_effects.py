@@ -19,7 +19,7 @@ from headprune.batches import Rows
 from headprune.planning import Search
 from headprune.planning.effects import _effects, _Removal, effects
 from headprune.planning.order import Unit
-from headprune.planning.search import _sliced, work_of
+from headprune.planning.search import _in_slices, work_of
 from headprune.planning.strategies import EFFORTS
 from headprune.repairing import Calibration, calibrate, fit_layers
 from headprune.repairing.examples import noise as drawn
@@ -390,10 +390,10 @@ def test_slices_are_the_sums_of_their_heads() -> None:
     layers = scores_of([(6, 2), (2, 2)], [0.0] * 8).layers
     units = [Unit(0.0, 0, (h,)) for h in (0, 1, 2, 3, 5)] + [Unit(0.0, 1, (h,)) for h in (0, 1)]
     found = torch.tensor([[3.0, -1, 2, -5, 4, 7, 8], [3, 1, 2, 5, -4, -7, 9]])
-    slices, columns = _sliced(Search(layers), units, found)
+    slices, columns = _in_slices(Search(layers), units, found)
     assert [(u.layer, u.heads) for u in slices] == [(0, (1, 5)), (0, (2, 3)), (1, (0,)), (1, (1,))]
     assert columns.tolist() == [[3, -3, 7, 8], [-3, 7, -7, 9]]
-    assert _sliced(Search(layers), [], found[:, :0])[1].shape == (2, 0)
+    assert _in_slices(Search(layers), [], found[:, :0])[1].shape == (2, 0)
 
 
 def test_a_12_by_4_model_is_looked_at_again_on_1024_examples() -> None:

@@ -62,17 +62,6 @@ def test_claims_hold_and_can_fail():
     assert not all(exercise.claims(upside_down).values())
 
 
-def test_every_picture_is_there_and_small_and_the_pages_link_to_each_other(documents):
-    for text in documents.values():
-        pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-        assert pictures
-        assert all((exercise.ROOT / "docs" / name).is_file() for name in pictures)
-    assert sum(path.stat().st_size for path in exercise.HOME.glob("*.png")) < 1_000_000
-    pages = {name: (exercise.ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/quickstart.md")}
-    assert all(f"docs/{name}" in pages["README.md"] for name in ("exercise.md", "exercise.zh.md", "quickstart.md"))
-    assert all(f"({name})" in pages["docs/quickstart.md"] for name in ("exercise.md", "exercise.zh.md"))
-
-
 # -- the model ---------------------------------------------------------------------------------------
 
 
@@ -97,11 +86,8 @@ def test_numbers_in_words_and_no_number_has_the_name_of_another():
         number, *words = line.split(": ")
         assert [" ".join(say(int(number))) for say in (translator.english, translator.french)] == words
     every = range(1, translator.LARGEST + 1)
-    assert (
-        len({tuple(translator.english(n)) for n in every})
-        == len({tuple(translator.french(n)) for n in every})
-        == len(every)
-    )
+    for say in (translator.english, translator.french):
+        assert len({tuple(say(n)) for n in every}) == len(every)
     parts = list(translator.parts().values())
     assert sorted(n for part in parts for n in part) == list(every)
 

@@ -1,9 +1,15 @@
-"""Exported files answer in the engines that they are for as the model does, on inputs of other sizes than the traced ones."""
+"""Exported files answer in the engines that they are for as the model does, on inputs of other sizes than the traced ones.
+
+And what no exported file may be: of a model that the format cannot express, with other answers, half written, or in another's place.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +17,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support.decoders import DECODERS, EXAMPLE, bytewise
+from headprune import HeadPruneError
+from tests.support.decoders import DECODERS, EXAMPLE, TOKENIZERS, bytewise, llama, mistral, qwen2, scaled, settings
 from tests.support.engines import by_llama_cpp, by_onnxruntime, by_openvino
-from tests.support.even import MADE
-from tests.support.plain import Attention, noise
-from tests.support.zoo import ZOO, randomise, sizes, text
+from tests.support.even import MADE, even, even_plan
+from tests.support.even import mistral as plain_mistral
+from tests.support.plain import Attention, Summed, noise, summed
+from tests.support.zoo import ZOO, labelled, randomise, sizes, text
 
+gguf = pytest.importorskip("gguf")
+onnxruntime = pytest.importorskip("onnxruntime")
 PACKAGES = {"onnx": "onnxruntime", "openvino": "openvino", "gguf": "xllamacpp", "stock": "transformers"}
 SUFFIXES = {"onnx": ".onnx", "openvino": "", "gguf": ".gguf", "stock": ""}
 # How many units (heads, or key/value groups) go of layer i, which has n.
@@ -173,3 +184,175 @@ def check_text(file: Path, model: Any, coder: Any) -> None:
     for place, (_, told) in enumerate(steps, len(prompt) - 1):
         close = torch.tensor(list(told.values()))
         torch.testing.assert_close(close, expected[place, list(told)], rtol=0, atol=2e-3)
+
+
+# -- what is refused, or not kept -------------------------------------------------------------------
+
+
+def edited(edit: Callable[[Any], Any]) -> Any:
+    model = llama()
+    edit(model.model)
+    return model
+
+
+class Choosing(Summed):
+    """A model that looks at its input to choose what to do."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.outer(self.inner(x)) if x.sum() > 0 else x
+
+
+def granite(**scales: float) -> Any:
+    return tf.GraniteForCausalLM(tf.GraniteConfig(**settings(**scales)))
+
+
+def repaired_mistral() -> Any:
+    model, example = plain_mistral()
+    plan = even_plan(model, example)
+    hp.repair(model, plan, [labelled(model, example, seed) for seed in range(2)])
+    hp.prune(model, plan, example)
+    return model
+
+
+def wordwise() -> Any:
+    raw = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    return tf.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]")
+
+
+REFUSED: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "another family": ("gguf", lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_head=4, n_layer=1)), "no model.embed_tokens"),
+    "norms of queries": ("gguf", lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**settings())), r"Layer 0: self_attn\.\w_norm\.weight has"),
+    "more norms": ("gguf", lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**settings())), "Layer 0"),
+    "experts": ("gguf", lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**settings(num_local_experts=2))), "Layer 0: mlp"),
+    "another activation": ("gguf", lambda: llama(hidden_act="gelu"), "Layer 0 of LlamaForCausalLM does not compute"),
+    "scales": ("gguf", lambda: granite(residual_multiplier=0.5), "Layer 0 of GraniteForCausalLM does not compute"),
+    "scales at the end": ("gguf", lambda: granite(logits_scaling=1.05), "After its last layer GraniteForCausalLM does not"),
+    "a sliding window": ("gguf", lambda: mistral(sliding_window=16), "Layer 0 sees 16 tokens back"),
+    "a sliding window in one layer": ("gguf", lambda: qwen2(use_sliding_window=True, sliding_window=16, max_window_layers=2), "Layer 2 sees 16"),
+    "positions that change with length": ("gguf", lambda: scaled("dynamic"), "'dynamic' change with"),
+    "half of a head rotated": ("gguf", lambda: edited(lambda m: setattr(m.rotary_emb, "inv_freq", m.rotary_emb.inv_freq[:2])), "4 of a head's 8 features are rotated"),
+    "groups of different sizes": ("gguf", lambda: edited(lambda m: setattr(m.layers[1].self_attn.q_proj, "weight", nn.Parameter(torch.ones(40, 48)))), "Layer 1: 40 query, 24 key and 24 value features"),
+    "another epsilon": ("gguf", lambda: edited(lambda m: setattr(m.layers[2].input_layernorm, "variance_epsilon", 1e-2)), r"model\.layers\.2\.input_layernorm"),
+    "half precision in memory": ("gguf", lambda: llama().bfloat16(), "bfloat16 on cpu"),
+    "infinite weights": ("gguf float16", lambda: edited(lambda m: m.layers[1].mlp.up_proj.weight.data.fill_(1e5)), r"blk\.1\.ffn_up\.weight holds numbers too large for torch.float16"),
+    "no such type": ("onnx bfloat16", summed, "no type 'bfloat16'.*Choose from float32, float16"),
+    "a choice by values": ("onnx", lambda: summed(Choosing), r"torch\.export does not take Choosing"),
+    "inputs of no known form": ("onnx", lambda: randomise(Summed()), "not known what Summed takes"),
+    "uneven heads": ("stock", lambda: even("bert")[0], "BertForSequenceClassification.*trust_remote_code=True"),
+    "a bias without a flag": ("stock", repaired_mistral, r"o_proj\.bias has no place \(a repair gave it\)"),
+}  # fmt: skip
+TOKENIZERS_REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "none": (lambda: None, "no tokenizer with a tokenizer.json"),
+    "words": (wordwise, "WordLevel"),
+    "more tokens than embeddings": (lambda: bytewise(vocab_size=400), "only 331 embeddings"),
+    "a space before": (lambda: bytewise(pre_tokenizers.ByteLevel(add_prefix_space=True)), "none of the ways"),
+    "whole words first": (lambda: bytewise(ignore_merges=True), "looks up whole words"),
+    "another end": (lambda: bytewise(post="<|begin|> $A <|begin|>"), "bos and eos tokens only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *TOKENIZERS_REFUSED])
+def test_what_a_format_cannot_express_is_refused_before_anything_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, message = TOKENIZERS_REFUSED.get(name, (bytewise, ""))
+    to, build, message = REFUSED.get(name, ("gguf", llama, message))
+    to, _, dtype = to.partition(" ")
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", lambda *_: pytest.fail("something was written"))
+    model, file = build().eval(), tmp_path / f"file.{to}"
+    with pytest.raises(HeadPruneError, match=message) as caught:
+        hp.export(model, file, to, processor=tokenizer(), dtype=dtype or "float32")
+    assert caught.value.hint
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_llama_cpp_reads_texts_as_the_same_tokens(name: str, tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS[name]()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    if name == "qwen2":
+        tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    model = llama(vocab_size=len(tokenizer) + 3, num_hidden_layers=1)
+    done = hp.export(model, tmp_path / "model.gguf", processor=tokenizer)
+    assert done.facts["tokenizer"] == name.partition(",")[0]
+    assert ("NFC" in " ".join(done.notes)) == (name == "qwen2")
+    ((_, told),) = by_llama_cpp(done.path, "it's 2024: naïve café – 東京", 1) if done.proved else [(0, {})]
+    ids = torch.tensor([tokenizer("it's 2024: naïve café – 東京")["input_ids"]])
+    expected = model(input_ids=ids).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(torch.tensor(list(told.values())), expected[list(told)], rtol=0, atol=1e-3)
+    fields = {k: v.contents() for k, v in gguf.GGUFReader(done.path).fields.items() if k.startswith("tokenizer.")}
+    assert fields["tokenizer.chat_template"] == tokenizer.chat_template
+    assert fields["tokenizer.ggml.add_bos_token"] == any(kind in name for kind in ("llama-bpe", "tekken", "default"))
+    assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert tokens[: len(tokenizer)] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert tokens[len(tokenizer) :] == [f"[PAD{len(tokenizer) + i}]" for i in range(3)]
+
+
+WRITE, COUNT, RUN = gguf.GGUFWriter.write_tensor_data, gguf.GGUFWriter.add_block_count, onnxruntime.InferenceSession.run
+WRONG: dict[str, tuple[str, Callable[[], Any], Any, str, Callable[..., Any], str]] = {
+    "weights": ("gguf", llama, gguf.GGUFWriter, "write_tensor_data", lambda self, t: WRITE(self, t[::-1].copy()), "log-probabilities are"),
+    "a count": ("gguf", llama, gguf.GGUFWriter, "add_block_count", lambda self, n: COUNT(self, n + 1), r"llama\.cpp does not run the file: ."),
+    "answers": ("onnx", summed, onnxruntime.InferenceSession, "run", lambda *given: [t + 1e-3 * abs(t).max() for t in RUN(*given)], "value off"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_does_not_give_the_answers_is_not_kept(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xllamacpp")
+    to, build, where, method, wrong, message = WRONG[name]
+    file = tmp_path / f"model.{to}"
+    file.write_text("an earlier file")
+    with pytest.raises(HeadPruneError, match="exists"):
+        hp.export(build(), file, to, processor=bytewise())
+    monkeypatch.setattr(where, method, wrong)
+    with pytest.raises(HeadPruneError, match=message):
+        hp.export(build(), file, to, processor=bytewise(), overwrite=True)
+    assert file.read_text() == "an earlier file"
+    assert [p.name for p in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("package", ["gguf", "onnxruntime", "openvino", "xllamacpp"])
+def test_a_missing_package_is_named(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, to = importlib.util.find_spec, {"onnxruntime": "onnx", "xllamacpp": "gguf"}.get(package, package)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == package else real(name, *more))
+    file = tmp_path / f"model.{to}"
+    if package == "xllamacpp":
+        done = hp.export(llama(), file, to, processor=bytewise())
+        assert not done.proved
+        assert "not tried in llama.cpp" in done.summary
+        return
+    with pytest.raises(HeadPruneError, match=rf'{package} must be installed.*pip install "headprune\[{to}\]"'):
+        hp.export(llama(), file, to, processor=bytewise())
+
+
+@pytest.mark.parametrize("renames", range(3))
+def test_a_file_in_parts_is_replaced_as_a_whole(renames: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after any rename, the parts of two files are never together; the next export takes the place of what is there."""
+    pytest.importorskip("torch.onnx._internal.exporter._onnx_program")
+    monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 1)
+    file, replace, left = tmp_path / "model.onnx", os.replace, [renames]
+    first, second, x = summed(), summed(), torch.ones(1, 3, 8)
+    second.inner.weight.data.neg_()
+
+    def stopping(one: Any, other: Any) -> None:
+        if Path(other).parent == tmp_path:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        replace(one, other)
+
+    done = hp.export(first, file, "onnx")
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+    assert done.facts["bytes"] == sum(p.stat().st_size for p in tmp_path.iterdir())
+    monkeypatch.setattr(os, "replace", stopping)
+    with pytest.raises(KeyboardInterrupt) if renames < 2 else nullcontext():
+        hp.export(second, file, "onnx", overwrite=True)
+    left[0] = 99
+    assert file.exists() == (renames == 2)
+    if file.exists():
+        torch.testing.assert_close(by_onnxruntime(file, {"x": x})[0], second(x)["summed"])
+    hp.export(first, file, "onnx", overwrite=True)
+    torch.testing.assert_close(by_onnxruntime(file, {"x": x})[0], first(x)["summed"])

@@ -1,19 +1,20 @@
-"""`headprune export` and `headprune bench`, the inputs that files take, and their times."""
+"""`headprune export`, `bench` and `prune --export`: the inputs that files take, and their times."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor
+from torch import Tensor, nn
 
 import headprune as hp
 from headprune import HeadPruneError
-from headprune.exporting import time_onnx
-from tests.support.commands import run
+from headprune.exporting import FORMATS, Exported, exporter, time_onnx
+from tests.support.commands import PRUNE, run
 from tests.support.decoders import bytewise, llama
 from tests.support.engines import by_onnxruntime, by_openvino
 from tests.support.plain import Summed, summed
@@ -125,3 +126,68 @@ def test_sizes_that_a_model_fixes_are_fixed_and_said(tmp_path: Path) -> None:
     done = hp.export(model, tmp_path / "model.onnx", "onnx")
     assert done.facts["inputs"] == {"x": ["batch", 5, 8]}
     torch.testing.assert_close(by_onnxruntime(done.path, {"x": torch.ones(4, 5, 8)})[0], model(torch.ones(4, 5, 8)))
+
+
+# -- `headprune prune --export`: in the run and its report ----------------------------------------
+
+
+@pytest.fixture
+def formats() -> Any:
+    """Two formats: one that writes how many parameters a model has, one that can express nothing."""
+
+    @exporter("count", ".count")
+    def count(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -> Exported:
+        """A number."""
+        path.write_text(str(sum(p.numel() for p in model.parameters())))
+        return Exported(path, "count", False, "a number", notes=("It is only a number.",))
+
+    @exporter("none", ".none")
+    def none(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -> Exported:
+        """Nothing."""
+        raise HeadPruneError("It has no place for heads.", "Use another.")
+
+    yield
+    del FORMATS["count"], FORMATS["none"]
+
+
+@pytest.mark.usefixtures("brief")
+def test_pruned_models_are_exported(formats: Any, bert_folder: Path, data_folder: Path, here: Path) -> None:
+    exports = ("--export", "none", "--export", "count")
+    found = run(*PRUNE, 4, "-k", 6, bert_folder, "-d", data_folder, "-o", "run", *exports, "--json")
+    metrics = json.loads(found.stdout)
+    made = {(m["format"], m["checkpoint"]): m for m in metrics["exports"]}
+    assert list(made) == [(f, c) for f in ("none", "count") for c in ("pruned-6", "pruned-4")]
+    for keep in (4, 6):
+        file = here / "run" / f"pruned-{keep}.count"
+        model = hp.load(here / "run" / f"pruned-{keep}")
+        assert file.read_text() == str(sum(p.numel() for p in model.parameters()))
+        assert made["count", f"pruned-{keep}"]["file"] == file.name
+        assert made["none", f"pruned-{keep}"]["file"] is None  # and the rest of the run is there
+    report = (here / "run" / "report.md").read_text()
+    assert "| 4 heads | none | not written: It has no place for heads. |" in report
+    assert "| 6 heads | count | `pruned-6.count`: a number |" in report
+    assert report.count("It is only a number.") == 1
+
+
+def test_a_format_that_is_not_there_is_refused_before_the_work(
+    bert_folder: Path, data_folder: Path, here: Path
+) -> None:
+    error = run(*PRUNE, 4, bert_folder, "-d", data_folder, "-o", "run", "--export", "tflite", code=1).stderr
+    assert "no export format 'tflite'" in error
+    assert not (here / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("brief")
+def test_onnx_is_timed_and_gives_the_reported_accuracy(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    found = run(*PRUNE, 4, bert_folder, "-d", data_folder, "-o", "run", "--export", "onnx", "--json")
+    metrics = json.loads(found.stdout)
+    (engine,) = metrics["engines"]
+    assert [set(row["timings"]) for row in engine["rows"]] == [{"dense", "4 heads"}] * len(metrics["latency"]["rows"])
+    assert "onnx, timed as above" in (here / "run" / "report.md").read_text()
+    tokenizer = tf.AutoTokenizer.from_pretrained(here / "run" / "pruned-4")
+    right = []
+    for row in map(json.loads, (data_folder / "test.jsonl").read_text().splitlines()):
+        logits, *_ = by_onnxruntime(here / "run" / "pruned-4.onnx", tokenizer(row["text"], return_tensors="pt"))
+        right.append(int(logits[0].argmax()) == row["label"])
+    assert sum(right) / len(right) == pytest.approx(metrics["budgets"][0]["pruned"]["metrics"]["accuracy"])

@@ -171,7 +171,7 @@ def test_plans_by_hand(scores: hp.HeadScores, keep: int, options: dict[str, Any]
     (EVEN, 4, {"protect": "L1,L2.H0", "min_heads_per_layer": 1}, "one-shot (protected: L1, L2.H0; at least 1 in every layer)", "Keep at least 6."),
     (scores_of([(4, 4)] * 2, [1.0] * 8, prunable=False), 2, {}, "8 heads cannot be pruned by one-shot (l0 and 1 more: ", "Keep at least 8."),
     (SHARED, 1, {}, "The last 2 heads go together by one-shot, so with no more than 1 none would stay", "Keep at least 2."),
-    (EVEN, 3, {"strategy": "luck"}, "no strategy 'luck'", "Choose from one-shot, per-layer, layers, re-scored, compensated, auto, greedy, swap, uniform."),
+    (EVEN, 3, {"strategy": "luck"}, "no strategy 'luck'", "Choose from auto, one-shot, per-layer, layers, re-scored, compensated, greedy, swap, uniform."),
     (EVEN, 3, {"strategy": "swap"}, "The scores by m do not weigh pairs of heads", "Score with --method fisher."),
     (EVEN, 3, {"min_heads_per_layer": -1}, "make no sense", "0 or more"),
     (replace(EVEN, values={**EVEN.values, "l1": EVEN.values["l1"] * torch.nan}), 3, {}, "not finite", "Score the model again"),
@@ -339,7 +339,7 @@ def test_a_plan_edited_by_hand(tmp_path: Path) -> None:
     ({"nowhere": [0]}, "no attention layer named 'nowhere'"), ({"L0": [6]}, "Layer L0 has no head 6"), ({"L0": [-1]}, "Layer L0 has no head -1"),
     ({"L0": [0, 0]}, "Layer L0: head 0 is listed twice"), ({"L0": [0, 1], "model.layers.0.self_attn": [2]}, "named twice"),
     ({"L0": [3]}, r"Layer model.layers.0.self_attn: head 3 cannot go alone: .* keep 2, 1, 2 query heads"),
-    *(({"L0": heads}, "Layer L0: .* is no list of heads") for heads in ([1.5], [True], ["1"], "all", None)), ([0, 1], "damaged plan"),
+    *(({"L0": heads}, "damaged plan .drop › L0") for heads in ([1.5], [True], ["1"], "all", None)), ([0, 1], "damaged plan"),
 ])  # fmt: skip
 def test_wrong_edits_name_the_layer_and_the_head(drop: object, message: str, tmp_path: Path) -> None:
     layers = hp.find_attention(*llama())
@@ -348,12 +348,7 @@ def test_wrong_edits_name_the_layer_and_the_head(drop: object, message: str, tmp
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"kept": -1}, {"total": True}, {"asked": "3"}, {"method": 7}, {"notes": [1]}, {"notes": "said"}]
-)
-def test_damaged_and_older_plans(wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_older_plans(tmp_path: Path) -> None:
     old = {"kept": 3, "total": 4, "asked": 3, "method": "gradient", "model": "", "notes": ["said"]}
     plan = hp.PruningPlan.load(edited(tmp_path / "plan.json", {"a": [1]}, **old))
     assert plan == hp.PruningPlan({"a": [1]}, 3, 4, 3, "gradient", "", ("said",))
-    with pytest.raises(hp.HeadPruneError, match=r"plan\.json is a damaged plan"):
-        hp.PruningPlan.load(edited(tmp_path / "plan.json", {"a": [1]}, **old | wrong))

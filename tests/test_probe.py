@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from safetensors import safe_open
 from torch import Tensor, nn
 
 import headprune as hp
 from tests.support.commands import run
+from tests.support.families import built
 from tests.support.folders import tokenizer
 from tests.support.stays import changed, edit, logits
 from tests.support.zoo import ZOO, TorchEncoder, bert, gpt2, llama, randomise
@@ -59,31 +60,14 @@ def test_an_edited_config(changes: dict[str, Any], effect: str, folder: Path) ->
             hp.load(folder)
 
 
-def _vision(**more: Any) -> dict[str, Any]:
-    return {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, **more}
+DENSE = ("bert", "gpt2", "vit", "t5", "whisper", "wav2vec2", "clip", "clip_vision_model")
 
 
-SEEN_AND_HEARD = {
-    "WhisperForConditionalGeneration": lambda: tf.WhisperConfig(
-        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=100, max_source_positions=50, pad_token_id=1,
-        bos_token_id=2, eos_token_id=3, decoder_start_token_id=4),
-    "Wav2Vec2ForSequenceClassification": lambda: tf.Wav2Vec2Config(
-        **_vision(), conv_dim=[8] * 7, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2, classifier_proj_size=8),
-    "CLIPVisionModel": lambda: tf.CLIPVisionConfig(**_vision(image_size=32, patch_size=16)),
-    "CLIPModel": lambda: tf.CLIPConfig(
-        vision_config=_vision(image_size=32, patch_size=16),
-        text_config=_vision(vocab_size=99, eos_token_id=98, bos_token_id=97, pad_token_id=1)),
-    **dict.fromkeys(("bert", "gpt2", "vit", "t5")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SEEN_AND_HEARD)
+@pytest.mark.parametrize("name", DENSE)
 @CALM
 def test_dense_models_have_answers_too(name: str, tmp_path: Path) -> None:
     """To an input that their config says; after a fine-tuning, others."""
-    config = SEEN_AND_HEARD[name]
-    model: Any = ZOO[name]()[0] if config is None else randomise(getattr(tf, name)(config()))
+    model: Any = (ZOO[name] if name in ZOO else partial(built, name))()[0]
     folder = hp.save(model, tmp_path / "m")
     assert (folder / "headprune.safetensors").stat().st_size < 500_000
     again = hp.load(folder)  # which would warn if there were none

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 
 import numpy as np
@@ -54,51 +53,11 @@ def test_an_interrupted_run_goes_on(subject, tmp_path, monkeypatch):
     assert len(rows) == 1 + 2 * 2 * 2
     monkeypatch.setattr(quality, "evaluate", None)
     assert measure("tiny", subject, options(), Cache(path)) == rows
-
-
-def test_rows_of_other_weights_are_not_used(subject, tmp_path):
-    path = tmp_path / "q.json"
-    measure("tiny", subject, options(draws=1), Cache(path))
+    monkeypatch.setattr(quality, "evaluate", evaluate)
     with torch.no_grad():
         subject.model.classifier.weight.mul_(2)
-    measure("tiny", subject, options(draws=1), Cache(path))
-    weights = [json.loads(line)["weights"] for line in path.read_text().splitlines()]
-    assert len(weights) == 10
-    assert len(set(weights)) == 2
-
-
-def test_a_failing_method_costs_its_own_rows(subject, monkeypatch, capsys):
-    def broken(*args):
-        raise RuntimeError("no")
-
-    @contextmanager
-    def late(*args):
-        raise RuntimeError("too late")
-        yield
-
-    monkeypatch.setitem(METHODS, "broken", broken)
-    monkeypatch.setitem(METHODS, "late", late)
-    rows = measure("tiny", subject, options(draws=1, methods=["broken", "late", "random"]), Cache(None))
-    assert [row["method"] for row in rows] == ["dense", "random", "random"]
-    assert "tiny, broken, 4: RuntimeError: no" in capsys.readouterr().err
-
-
-def test_a_pruned_copy_measures_as_the_mask_does(subject, monkeypatch):
-    def pruned(model, score, choose, layers, keep, seed):
-        copied = deepcopy(model)
-        example = {k: v for k, v in score[0].items() if k != "labels"}
-        hp.prune(copied, hp.plan(hp.score(model, score, "gradient", layers=layers), keep), example)
-        return nullcontext(copied)
-
-    monkeypatch.setitem(METHODS, "pruned", pruned)
-    dense, *rows = measure(
-        "tiny", subject, options(draws=1, methods=["pruned", "headprune gradient", "Michel"]), Cache(None)
-    )
-    losses = {row["method"]: [r["loss"] for r in rows if r["method"] == row["method"]] for row in rows}
-    assert losses["pruned"] == pytest.approx(losses["Michel"], abs=1e-6)
-    assert losses["headprune gradient"] == pytest.approx(losses["Michel"], abs=1e-9)
-    assert losses["Michel"][0] != dense["loss"]
-    assert hooks(subject.model) == 0
+    measure("tiny", subject, options(), Cache(path))  # rows of other weights are not used
+    assert len({json.loads(line)["weights"] for line in path.read_text().splitlines() if line.endswith("}")}) == 2
 
 
 def test_the_table_holds_means_spreads_and_a_paired_error(subject):

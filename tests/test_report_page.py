@@ -88,19 +88,16 @@ def test_the_page_says_what_the_markdown_and_the_documents_say(folder: Path, tmp
     sources = [attrs["src"] or "" for tag, attrs in shown.elements if tag == "img"]
     assert sorted(base64.b64decode(source.partition(",")[2]) for source in sources) == pictures
     assert b"of an older version" not in pictures
-    raw, scores = (json.loads((folder / f"{name}.json").read_text()) for name in ("metrics", "scores"))
+    raw, scores, run = (json.loads((folder / f"{name}.json").read_text()) for name in ("metrics", "scores", "run"))
     head, *rows = shown.heads
-    layers = {
-        layer["name"]: layer["index"] for layer in json.loads((folder / "run.json").read_text())["model"]["layers"]
-    }
+    layers = {layer["name"]: layer["index"] for layer in run["model"]["layers"]}
     for b in raw["budgets"]:
         gone = {f"L{layers[layer]}.H{h}" for layer, heads in b["drop"].items() for h in heads}
         assert {row[0] for row in rows if row[head.index(f"with {b['kept']}")] == "pruned"} == gone
     for s in scores["scores"]:
         values = {f"L{layers[name]}.H{h}": value for name, of in s["values"].items() for h, value in enumerate(of)}
-        assert {row[0]: row[head.index(s["method"])].split(" ±")[0] for row in rows} == {
-            k: f"{v:.4g}" for k, v in values.items()
-        }
+        cells = {row[0]: row[head.index(s["method"])].split(" ±")[0] for row in rows}
+        assert cells == {k: f"{v:.4g}" for k, v in values.items()}
     command("report", tmp_path / "r", "-q")
     assert (tmp_path / "r" / "report.html").read_text() == found
 
@@ -153,23 +150,17 @@ def test_scores_alone_plans_alone_and_heads_that_were_not_seen(tmp_path: Path) -
     assert found.heads[-1] == ["L0.H3", "0.005 ± 0.01", "nan ± 0.01", ""]
     assert found.data["kept"] == []
     assert "headprune prune --keep 50%" in found.text
-    found = page(tmp_path, METRICS)
+    metrics = copy.deepcopy(METRICS)
+    metrics["budgets"][0]["dtype"] = "float16"  # saved in half precision, measured in float32: the call says so too
+    found = page(tmp_path, metrics)
+    assert found.data["uses"] == ['headprune.load("pruned-2").float()', "the model as it is"]
+    assert (found.data["kept"], found.data["start"]) == ([2, 4], 0)
     assert found.heads == [
         ["head", "with 2", "role"], ["L0.H0", "kept", ""], ["L0.H1", "pruned", ""], ["L0.H2", "pruned", ""], ["L0.H3", "kept", ""]
     ]  # fmt: skip
     found = page(tmp_path, METRICS, SCORES, heads=heads_document(unseen="no softmax", samples=0))
     assert found.data["reasons"] == ["no softmax"] * 4
     assert "The weights of 1 layer cannot be seen: no softmax" in found.text
-
-
-def test_the_call_beside_the_slider_gives_what_was_measured(tmp_path: Path) -> None:
-    """A model that is saved in half precision was measured in float32: the call beside its figures must say so too."""
-    metrics = copy.deepcopy(METRICS)
-    for dtype, call in (("float16", 'headprune.load("pruned-2").float()'), ("float32", 'headprune.load("pruned-2")')):
-        metrics["budgets"][0]["dtype"] = dtype
-        found = page(tmp_path, metrics)
-        assert found.data["uses"] == [call, "the model as it is"]
-        assert (found.data["kept"], found.data["start"]) == ([2, 4], 0)
 
 
 def test_a_large_run_has_a_page_below_two_megabytes(tmp_path: Path) -> None:

@@ -35,9 +35,8 @@ def documents(*changes: tuple[int, float, float, str], metric: str = "accuracy")
     for name, (kept, value, half, word) in zip(names, changes, strict=True):
         change = {**first["change"], "metric": metric, "value": value, "low": value - half, "high": value + half}
         change["verdict"] = OTHERS.get(word, word)
-        found["budgets"].append(
-            {**first, "name": name, "kept": kept, "asked": kept, "checkpoint": f"pruned-{kept}", "change": change}
-        )
+        facts = {"name": name, "kept": kept, "asked": kept, "checkpoint": f"pruned-{kept}", "change": change}
+        found["budgets"].append({**first, **facts})
     row = found["latency"]["rows"][0]
     row["timings"] = dict.fromkeys(["dense", *names, "no heads"], TIMING)
     row["speedups"] = {**dict.fromkeys(names, FASTER), "no heads": {**FASTER, "ratio": 2.0}}
@@ -133,11 +132,7 @@ def test_what_was_changed_beside_the_removal_and_where_it_was_timed(report: Any)
     row = data["latency"]["rows"][0]
     shapes = [(1, 9), (32, 36), (32, 9), (1, 36)]  # the largest batch, at the usual length
     data["latency"]["rows"] = [{**row, "batch": batch, "length": length} for batch, length in shapes]
-    elsewhere = {
-        **RUN["environment"],
-        "device": "cuda:0",
-        "device_name": "a GPU",
-    }  # scores may have been made on another machine
+    elsewhere = RUN["environment"] | {"device": "cuda:0", "device_name": "a GPU"}  # scores may be of another machine
     assert "at batch 32 x 9 tokens on a GPU (cuda:0, float32)" in report({**data, "environment": elsewhere})
 
 
@@ -179,10 +174,7 @@ def test_random_heads_are_not_compared_with_trained_ones(report: Any) -> None:
     before = {**MEASURED, "metrics": {**MEASURED["metrics"], "accuracy": 0.6}}
     data["budgets"][0] |= {"random": [0.6, 0.62], "repair": None, "finetune": {**TRAINED, "before": before}}
     text = report(data)
-    assert (
-        "No measurable difference with 2 heads (60.0 % against 61.0 %). Random heads are not trained, so the chosen ones"
-        in text
-    )
+    assert "difference with 2 heads (60.0 % against 61.0 %). Random heads are not trained, so the chosen ones" in text
     assert "| chosen against random heads: mean of 2 draws (range), both before training |" in text
     assert "| 60.0 % against 61.0 % (60.0 % to 62.0 %) |" in text
 
@@ -191,11 +183,8 @@ def on_other_data(change: str, gain: str | None, here: str = "better") -> dict[s
     data = documents((2, 0.0, 0.001, "no"))
     one = data["budgets"][0]["change"]
     data["also"] = [{"name": "notes.txt", "data": RUN["parts"]["report"], "dense": MEASURED}]
-    there = {
-        "pruned": MEASURED,
-        "change": {**one, "verdict": change},
-        "gain": gain and {**one, "value": -0.2, "verdict": gain},
-    }
+    gained = gain and {**one, "value": -0.2, "verdict": gain}
+    there = {"pruned": MEASURED, "change": {**one, "verdict": change}, "gain": gained}
     data["budgets"][0] |= {"also": [there], "repair": repaired(gain={**one, "value": 0.1, "verdict": here})}
     return data
 
@@ -232,7 +221,7 @@ def shown(folder: Path, width: int) -> str:
     metrics = run.read_metrics()
     assert metrics is not None
     tables._print_summary(console, run.read_run(), metrics)
-    tables.print_latency(console, metrics.latency.rows)
+    tables.print_times(console, metrics.latency.rows)
     told: str = console.out.file.getvalue()  # type: ignore[attr-defined]
     return told
 

@@ -15,9 +15,6 @@ import transformers as tf
 from PIL import Image
 
 import headprune as hp
-from headprune.app.documents import SampleLayer
-from headprune.app.seeing import printable, token_labels
-from headprune.app.seeing.pictures import legend_of, resized
 from tests.support.commands import run
 from tests.support.documents import METRICS
 from tests.support.folders import common, tokenizer
@@ -32,12 +29,6 @@ def shown(*arguments: Any) -> dict[str, Any]:
     """The document that a command prints."""
     document: dict[str, Any] = json.loads(run("show", *arguments, "--json", "-q").stdout)
     return document
-
-
-def unpacked(layer: dict[str, Any]) -> np.ndarray:
-    """The weights ``[heads, queries, keys]`` that a sample holds of a layer."""
-    data = np.frombuffer(base64.b64decode(layer["weights"]), np.uint8)
-    return data.reshape(layer["shape"]) / 255 * layer["scale"]
 
 
 @pytest.mark.drawn
@@ -70,7 +61,8 @@ def test_the_document(bert_folder: Path, data_folder: Path) -> None:
         ids = torch.tensor([tokenizer().convert_tokens_to_ids(sample["positions"]["input"]["labels"])])
         weights = hp.attention_weights(model, {"input_ids": ids}).values()
         for layer, whole in zip(sample["layers"], weights, strict=True):
-            assert np.abs(unpacked(layer) - whole[0].numpy()).max() <= 1 / 510 + 1e-5
+            held = np.frombuffer(base64.b64decode(layer["weights"]), np.uint8).reshape(layer["shape"])
+            assert np.abs(held / 255 * layer["scale"] - whole[0].numpy()).max() <= 1 / 510 + 1e-5
     assert len(json.dumps(heads)) < 100_000
 
 
@@ -81,11 +73,10 @@ def test_a_text_is_never_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     words.add_tokens(list(LABELS))
     randomise(tf.BertForSequenceClassification(tf.BertConfig(**common()))).save_pretrained(folder)
     words.save_pretrained(folder)
-    for text in (NASTY, " ".join(LABELS)):
-        for head in ([], ["--head", "L0.H1"]):
-            assert "\x1b" not in run("show", folder, "--text", text, "-q", "-o", tmp_path / "a.png", *head).stdout
-    document = shown(folder, "--text", " ".join(LABELS))
-    assert document["samples"][0]["positions"]["input"]["labels"][1:-1] == list(LABELS)
+    for head in ([], ["--head", "L0.H1"]):
+        assert "\x1b" not in run("show", folder, "--text", NASTY, "-q", "-o", tmp_path / "a.png", *head).stdout
+    document = shown(folder, "--text", f"{' '.join(LABELS)} \u202e")
+    assert document["samples"][0]["positions"]["input"]["labels"][1 : 1 + len(LABELS)] == list(LABELS)
     document["samples"][0]["title"] = NASTY
     written = reported(
         tmp_path / "r", METRICS, heads={k: v for k, v in document.items() if k not in ("kind", "schema")}
@@ -165,19 +156,3 @@ def test_a_run_says_what_the_heads_do(scored: Path) -> None:
     run("report", scored)
     assert "What the heads do" not in report.read_text()
     assert not (scored / "heads.png").exists()
-
-
-def test_what_is_shown_small() -> None:
-    """A line of one pixel is still there when a table shrinks; roles of one colour share an entry; nothing steers a terminal."""
-    table = np.zeros((40, 40), np.float32)
-    table[:, 17] = 1
-    small = resized(table, 7, 7)
-    assert small.max(axis=1).min() == 1
-    assert small.sum() == 7
-    assert np.array_equal(resized(table, 80, 80)[::2, ::2], table)
-    entries = list(legend_of(["mixed", "induction", "duplicate token", "induction", "broad"]).values())
-    assert entries == ["induction (2), duplicate token (1)", "broad (1)", "mixed (1)"]
-    assert printable("\x1b[1m\u202e") == "␛[1m�"
-    assert token_labels([2, 5, 3], tokenizer()) == ("[CLS]", tokenizer().convert_ids_to_tokens(5), "[SEP]")
-    with pytest.raises(ValueError, match="do not have the shape"):
-        SampleLayer(layer=0, queries="a", keys="a", shape=(2, 2, 2), weights="AAAA")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,8 @@ from headprune.surgery import journal
 from headprune.surgery.evidence import ROWS, _Bounds, _by_head, _sampled, differing, longer, position_limit
 from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Reference, _compare, _is_distribution, _sure, answers, tolerance_of
-from headprune.surgery.removal import HeadCounts, Removal, groups_left, ways
-from tests.support.zoo import ZOO, bert
+from headprune.surgery.removal import Removal, count_changes, groups_left, ways
+from tests.support.zoo import bert
 
 INF, NAN = math.inf, math.nan
 PLAIN = hp.AttentionLayer("a", 0, "encoder", 12, 12, 64)
@@ -171,16 +172,19 @@ def test_which_integers_count_heads(
     layer: hp.AttentionLayer, left: tuple[int, int], fields: dict[str, Any], now: int | None
 ) -> None:
     """One that only looks like a head count, or is as large by chance, stays."""
-    counts = HeadCounts(layer, *left, is_width=lambda name: name != "d_model", beside=False)
-    assert counts.changes(fields) == ({} if now is None else dict.fromkeys(fields, now))
+    removal = Removal((), {}, "inner" if now is None else "all")
+    changes = count_changes(fields, layer, left, removal, beside=False)
+    assert changes == ({} if now is None else dict.fromkeys(fields, now))
 
 
 def test_counts_by_the_place_and_by_groups() -> None:
+    every = Removal((), {}, "all")
     # A module there calls the key/value heads its heads.
-    beside = HeadCounts(GROUPED, 6, 2, is_width=lambda name: True, beside=True)
-    assert beside.changes({"num_heads": 4, "n_head": 12, "heads": 5}) == {"num_heads": 2, "n_head": 6}
-    by_group = HeadCounts(GROUPED, 8, 4, is_width=lambda name: True, beside=False, by_group=True)
-    assert by_group.changes({"kv_groups": 4, "norm_groups": 12, "group_size": 3}) == {"norm_groups": 8, "group_size": 2}
+    beside = count_changes({"num_heads": 4, "n_head": 12, "heads": 5}, GROUPED, (6, 2), every, beside=True)
+    assert beside == {"num_heads": 2, "n_head": 6}
+    fields = {"kv_groups": 4, "norm_groups": 12, "group_size": 3}
+    by_group = count_changes(fields, GROUPED, (8, 4), replace(every, by_group=True), beside=False)
+    assert by_group == {"norm_groups": 8, "group_size": 2}
     shared = hp.AttentionLayer("a", 0, "decoder", 12, 1, 64)  # one key/value head
     left = [groups_left(*pair) for pair in ((GROUPED, [0, 4, 5, 11]), (GROUPED, []), (PLAIN, [1, 2]), (shared, [1, 2]))]
     assert left == [3, 0, 2, 1]
@@ -198,13 +202,7 @@ def test_ways_are_tried_from_the_one_that_changes_least() -> None:
     assert not any(w.cut_arguments or w.side_modules for w in plain)
     assert [w.cut_arguments for w in ways([layer(arguments=(shaped,))], drop)[:6]] == [False] * 3 + [True] * 3
     assert [w.side_modules for w in ways([layer(side_modules=("x",))], drop)][:12] == [False] * 6 + [True] * 6
-    for name, groups in (("bert", {False}), ("llama", {False, True})):  # counted in two ways only where there are some
-        model, example = ZOO[name]()
-        layers = hp.find_attention(model, example)
-        assert {way.by_group for way in ways(layers, {a.name: [0] for a in layers}, model)} == groups
-    whole = Removal((layer(),), drop, "all", True, True, True, True, True)
-    assert Removal.from_json(whole.to_json()) == whole
-    older = {key: whole.to_json()[key] for key in ("layers", "drop", "widths")}
+    older = {"layers": [layer().to_json()], "drop": drop, "widths": "all"}
     assert Removal.from_json(older) == Removal((layer(),), drop, "all")
 
 

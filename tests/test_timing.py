@@ -1,13 +1,13 @@
-"""Where the time goes: the parts are right, their shares too, and a plan's bound is what brute force gives."""
+"""Models are timed fairly, and where the time goes is right: its parts, their shares, and a plan's bound is what brute force gives."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,23 +20,9 @@ from headprune import decoding, latency, timing
 from headprune.app.workflow.results import time_parts
 from headprune.timing import ATTENTION, ENDS, FEED_FORWARD, LAUNCH, PARTS, PROJECTIONS, REST
 from tests.support.commands import Silent
-from tests.support.zoo import ZOO, bert, gpt2, llama, mha, t5
+from tests.support.zoo import ZOO, bert, gpt2, llama, mha, t5, text
 
 CPU = torch.device("cpu")
-
-
-@torch.library.custom_op("headprune_tests::slow", mutates_args=())
-def slow(x: Tensor, seconds: float) -> Tensor:
-    """An operation that takes some time."""
-    time.sleep(seconds)
-    return x.clone()
-
-
-class Slow(nn.Linear):
-    seconds = 0.004
-
-    def forward(self, x: Tensor) -> Tensor:
-        return slow(super().forward(x), self.seconds)
 
 
 class Attention(nn.Module):
@@ -54,11 +40,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Names that say nothing."""
 
-    def __init__(self, width: int, heads: int, hidden: int, second: type[nn.Linear] = nn.Linear) -> None:
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
         self.three = Attention(width, heads)
-        self.four, self.five = nn.Linear(width, hidden), second(hidden, width)
+        self.four, self.five = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.three(self.one(x))
@@ -120,27 +106,17 @@ PLACES = {
 
 @pytest.mark.parametrize("name", PLACES)
 def test_the_part_of_every_module(name: str) -> None:
+    """And a profile leaves nothing in memory: it was some 100 MB a pass."""
     (model, example), expected = PLACES[name]
-    started = timing.profiled(model.eval(), example, CPU).started
-    places = timing.ModulePlaces(model, hp.find_attention(model, example), started)
-    assert {name: places.place(name)[0] for name in expected} == expected
-
-
-def test_a_profile_leaves_nothing_in_memory() -> None:
-    model, example = bert()
     gc.collect()
     gc.disable()
     try:
-        timing.profiled(model.eval(), example, CPU)
+        started = timing.profiled(model.eval(), example, CPU).started
         assert not any(isinstance(each, FunctionEvent) for each in gc.get_objects())
     finally:
         gc.enable()
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Medians of many passes, for tests of what takes long: other work may interrupt some."""
-    monkeypatch.setattr(timing, "MIN_PASSES", 9)
+    places = timing.ModulePlaces(model, hp.find_attention(model, example), started)
+    assert {name: places.place(name)[0] for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "t5", "vit", "mha"])
@@ -155,18 +131,15 @@ def test_shares_add_up(name: str) -> None:
     assert (result.batch, result.length) == latency.example_shape(example)
 
 
-@pytest.mark.usefixtures("patient")
-def test_slow_and_large_feed_forward_layers_are_recognised() -> None:
-    torch.manual_seed(0)
-    result = hp.breakdown(Stack([Block(16, 4, 24, Slow), Block(16, 4, 24, Slow)], 16).eval(), INPUT, min_seconds=0)
-    assert result.parts[FEED_FORWARD] > 2 * 1000 * Slow.seconds * 0.9
-    assert max(result.parts, key=result.parts.__getitem__) == FEED_FORWARD
-    assert result.bound({layer.name: range(4) for layer in result.layers}) < 1.6  # heads are not what takes the time
+def test_large_feed_forward_layers_are_recognised() -> None:
     model = Stack([Block(256, 4, 256)], 256)  # four times the projections' work, by matrix products of the same size
     model.then[0].five = nn.Sequential(*(nn.Linear(256, 256) for _ in range(15)))
-    result = hp.breakdown(model, torch.randn(4, 64, 256), min_seconds=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "MIN_PASSES", 9)  # other work may interrupt some
+        result = hp.breakdown(model, torch.randn(4, 64, 256), min_seconds=0)
     assert 2 < result.parts[FEED_FORWARD] / result.parts[PROJECTIONS] < 8
     assert result.shares[LAUNCH] < 0.3
+    assert result.bound({layer.name: range(4) for layer in result.layers}) < 1.6  # heads are not what takes the time
 
 
 @pytest.mark.parametrize("make", [bert, llama, t5])
@@ -286,12 +259,9 @@ def test_generated_tokens_and_their_cache(make: Any) -> None:
     assert (row.batch, row.length, row.new) == (2, 9, 4)
     assert row.tokens_per_second["dense"] == pytest.approx(2000 / row.token["dense"].median)
     assert set(row.token_speedups) == set(row.prefill_speedups) == {"pruned"}
-
-
-@pytest.mark.parametrize("make", [bert, mha])
-def test_what_does_not_write_is_not_timed(make: Any) -> None:
-    model, example = make()
-    assert decoding.benchmark_generation({"dense": model}, example) is None
+    for other in (bert, mha):  # which do not write
+        model, example = other()
+        assert decoding.benchmark_generation({"dense": model}, example) is None
 
 
 @pytest.mark.parametrize(("totals", "kept"), [([336.0, 0.8, 0.7], 0.8), ([336.0, 5.0, 9.0, 7.0, 8.0, 0.7], 5.0)])
@@ -310,3 +280,102 @@ def test_a_disturbed_breakdown_is_measured_again(
     rows = [hp.LatencyRow(2, 5, {"dense": hp.Timing(0.71, 0.9, 20, 0.7, 0.72)}, {})]
     (row,) = time_parts(model, layers, [(2, 5, example)], {}, rows, Silent())
     assert row.total == kept
+
+
+# -- models in turn --
+
+
+class Recorder(nn.Module):
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self.name, self.log = name, log
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        self.log.append(self.name)
+        return x
+
+
+def test_models_take_turns() -> None:
+    log: list[str] = []
+    models = {name: Recorder(name, log) for name in "ab"}
+    row = hp.benchmark(models, torch.zeros(2, 3), min_runs=6, min_seconds=0)
+    assert log[-12:] == ["a", "b", "b", "a"] * 3
+    assert log[:-12].count("a") == log[:-12].count("b") == 1 + latency.WARM_UP
+    assert (row.batch, row.length, list(row.speedups)) == (2, 0, ["b"])
+    assert row.timings["a"].runs == row.timings["b"].runs == 6
+
+
+def test_models_keep_their_mode() -> None:
+    """Timed in evaluation mode; a model that was being trained stayed in it."""
+    model, frozen = nn.Sequential(nn.Dropout(), nn.Linear(3, 3)), nn.Linear(3, 3).eval()
+    model.train()
+    model[0].eval()
+    seen: list[bool] = []
+    model.register_forward_pre_hook(lambda m, _: seen.append(m.training))
+    hp.benchmark({"a": model, "b": frozen}, torch.zeros(2, 3), min_runs=2, min_seconds=0)
+    assert not any(seen)
+    assert [m.training for m in (model, *model, frozen)] == [True, False, True, False]
+    model.register_forward_pre_hook(lambda m, _: 1 / 0)
+    with pytest.raises(hp.HeadPruneError, match="The model 'a' does not run on the example: ZeroDivisionError"):
+        hp.benchmark({"a": model}, torch.zeros(2, 3))
+    with pytest.raises(hp.HeadPruneError, match="names no models"):
+        hp.benchmark({}, torch.zeros(2, 3))
+    with pytest.raises(hp.HeadPruneError, match="holds no tensor"):
+        hp.benchmark({"a": frozen}, {"x": 1})
+    assert model.training
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, "no measurable change"), (1.1, "slower"), (0.9, "faster")])
+def test_planted_times_are_recognised(factor: float, expected: str) -> None:
+    """Of two models in turn on a machine that changes its speed and is sometimes interrupted; by a bootstrap, 93 % of the equal ones."""
+    drift = np.linspace(1, 5, 50)  # a machine that slows down for both does not blur the ratio
+    assert latency.speedup(drift * 2, drift) == hp.Speedup(2, 2, 2, "faster")
+    rng, verdicts = np.random.default_rng(1), []
+    for _ in range(4000):
+        drift = 1 + 0.3 * np.sin(np.linspace(0, 3, 20) + rng.uniform(0, 6))
+        noise = np.exp(rng.normal(0, 0.03, (2, 20))) * (1 + (rng.random((2, 20)) < 0.05) * rng.exponential(1, (2, 20)))
+        verdicts.append(latency.speedup(drift * noise[0], drift * noise[1] * factor).verdict)
+    assert verdicts.count(expected) >= 3800
+
+
+class GivesViews(nn.Module):
+    """Submodules get views of a parameter: DeBERTa's relative embeddings, Perceiver's latents, Deformable DETR's queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 4)
+        self.given = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.inner(self.given(self.table[None]).expand(len(x), -1, -1))
+
+
+ENCODER = nn.TransformerEncoder(
+    nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 1
+)  # fused: unknown to PyTorch's counter
+
+
+@pytest.mark.parametrize(("model", "shape", "expected"), [
+    (nn.Linear(8, 4), (5, 8), 2 * 5 * 8 * 4), (GivesViews(), (2, 6, 4), 2 * (2 * 2 * 6 * 4 * 4)),
+    (ENCODER, (1, 6, 32), 2 * 6 * (4 * 32 * 32 + 2 * 32 * 48 + 2 * 6 * 32)),
+])  # fmt: skip
+def test_flops(model: nn.Module, shape: tuple[int, ...], expected: int) -> None:
+    assert latency.flops(model, torch.randn(shape)) == expected
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_counts_of_models() -> None:
+    """FLOPs of BERT: quadratic are q·k and p·v in 3 layers, 2 * T² * 32 each; the pooler and the classifier do not grow."""
+    short, long = (latency.flops(bert()[0], text(1, n)) for n in (4, 8))
+    assert long - 2 * short == 3 * 2 * 2 * 32 * (8 * 8 - 2 * 4 * 4) - 2 * (32 * 32 + 32 * 2)
+    model, _ = gpt2()  # shared parameters count once
+    assert latency.parameters(model) == sum({id(p): p.numel() for p in model.parameters()}.values())
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 4), (5, 9), (7, 30)])
+def test_shapes(batch: int, length: int) -> None:
+    inputs = latency.shaped({**text(3, 9), "labels": torch.zeros(3)}, batch, length)
+    assert set(inputs) == {"input_ids", "attention_mask"}
+    assert inputs["input_ids"].shape == inputs["attention_mask"].shape == (batch, length)
+    assert inputs["attention_mask"].all()

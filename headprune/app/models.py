@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,12 @@ from headprune.app.sources import (
 )
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
-from headprune.input_specs import build, of_config, sound_shapes, with_own_dtype
-from headprune.inputs import map_tensors, model_device, move
+from headprune.input_specs import build, of_config, with_own_dtype
+from headprune.inputs import model_device, move
 from headprune.offload import aligned
 
 _BASE = Task("base", "", "text", "")
 _MODALITIES = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}  # by the first input's name
-_SPEECH_TYPES = {"whisper", "speech_to_text", "moonshine", "speecht5"}
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,31 @@ def load_model(
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
 
 
+@contextmanager
+def _explained(source: str, problem: str, hint: str) -> Iterator[None]:
+    """Whatever a library raises as one message; code that may not run, and damaged weights, have one of their own."""
+    try:
+        yield
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise HeadPruneError(
+                f"{source} needs code that comes with it, and headprune does not run such code unasked.",
+                "Read that code; if you trust it, add --trust-remote-code.",
+            ) from error
+        damage = checkpoint.damaged(source, error)
+        raise damage or HeadPruneError(f"{problem} ({first_line(error)}).", hint) from error
+
+
 def config_of(source: str, common: dict[str, Any]) -> Any:
     import transformers
 
-    try:
+    problem = f"There is no model {source!r}: no such folder, and it could not be loaded from the Hugging Face hub"
+    hint = "Check the spelling, the network (HF_HUB_OFFLINE), and your access to it."
+    if Path(source).is_dir():
+        problem = f"{source} is a folder without a config.json that transformers reads"
+        hint = "Pass a folder made by save_pretrained or by headprune."
+    with _explained(source, problem, hint):
         config = transformers.AutoConfig.from_pretrained(source, **common)
-    except Exception as error:
-        raise _not_trusted(source, error) or _not_found(source, error) from error
     if not common["trust_remote_code"]:
         checkpoint.check_attention(source, config)
     return config
@@ -161,18 +179,10 @@ def _load_dense(
     import transformers
 
     auto, placing = getattr(transformers, kind.auto_class), options.placing()
-    try:
+    with _explained(source, f"{source} does not load as {kind.auto_class}", "Check --task and the folder."):
         model, info = auto.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **common, **(placing or {})
         )
-    except Exception as error:
-        raise (
-            _not_trusted(source, error)
-            or checkpoint.damaged(source, error)
-            or HeadPruneError(
-                f"{source} does not load as {kind.auto_class}: {first_line(error)}.", "Check --task and the folder."
-            )
-        ) from error
     if missing := sorted(info.get("missing_keys") or []):
         raise HeadPruneError(
             f"{source} has no weights for {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}: "
@@ -196,82 +206,54 @@ def numbers_given(loaded: LoadedModel) -> str | None:
     return f"{labels} number{'s' if labels > 1 else ''}"
 
 
-_USUAL_IMAGE = 224  # pixels; what most models of images were trained with
-
-
 def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
     """A made-up input of the right form: for listing heads and for timing, not for measuring accuracy.
 
     Args:
         batch: Examples.
         length: Tokens per example, for texts.
-    """
-    config = loaded.config
-    if loaded.task.name == _BASE.name:
-        return _guessed(loaded)
-    generator = torch.Generator().manual_seed(0)
-    first, device = next(p for p in loaded.model.parameters() if p.is_floating_point()), model_device(loaded.model)
-    if loaded.task.modality == "text":
-        vocabulary = config.get_text_config().vocab_size
-        low = min(10, vocabulary - 1)
-        ids = torch.randint(low, vocabulary, (batch, length), generator=generator)
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if config.is_encoder_decoder:
-            given["decoder_input_ids"] = ids
-    elif loaded.task.modality == "image":
-        size = getattr(config, "image_size", None) or _USUAL_IMAGE  # a model of convolutions need not name one
-        height, width = (size, size) if isinstance(size, int) else size
-        given = {
-            "pixel_values": torch.randn(batch, getattr(config, "num_channels", 3), height, width, generator=generator)
-        }
-    else:
-        name = str(getattr(loaded.model, "main_input_name", "input_values"))
-        given = {name: torch.randn(batch, *sound_shapes(config, name, 16000)[0], generator=generator)}
-        if loaded.task.name == "speech-seq2seq":
-            given["decoder_input_ids"] = torch.full((batch, length), config.decoder_start_token_id)
-    return {k: v.to(device, first.dtype) if v.is_floating_point() else v.to(device) for k, v in given.items()}
-
-
-def _guessed(loaded: LoadedModel) -> dict[str, Any]:
-    """An input of two rows by a model's config alone.
 
     Raises:
-        HeadPruneError: The config does not tell what it takes.
+        HeadPruneError: It is not known what a base model takes: none of the inputs that its config suggests runs.
     """
-    for spec in with_own_dtype(loaded.model, of_config(loaded.model)):
-        example = map_tensors(build(spec), lambda t: torch.cat([t, t.roll(1, -1)]) if len(t) == 1 else t)
-        example = move(example, model_device(loaded.model))
+    model, known = loaded.model, loaded.task.name != _BASE.name
+    specs = with_own_dtype(model, of_config(model, batch, length, length, 16000, 224))
+    for spec in specs[1:] if known else specs:
+        example = move(build(spec), model_device(model))
         with suppress(Exception), torch.no_grad():  # a model may refuse an input with any error
-            loaded.model(**example)
+            if not known:
+                model(**example)
             return dict(example)
     raise HeadPruneError(
-        f"It is not known what {type(loaded.model).__name__} takes.",
-        f"Say what it is for with --task: {', '.join(TASKS)}.",
+        f"It is not known what {type(model).__name__} takes.", f"Say what it is for with --task: {', '.join(TASKS)}."
     )
 
 
+def positions_of(model: nn.Module) -> int | None:
+    """The most tokens of a text, by a transformers model's config; None where it names none."""
+    config: Any = model.config
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    # Rows of the table that no token uses: RoBERTa starts after its padding index.
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = (table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None)
+    return positions - max((index + 1 for index in padding), default=0)
+
+
 def check_length(loaded: LoadedModel, length: int) -> None:
-    """Refuse a length of texts (in tokens) that the model does not accept.
+    """Refuse texts of more tokens than a model has positions in a table.
 
     Raises:
-        HeadPruneError: The model does not run on so many tokens.
+        HeadPruneError: It has fewer.
     """
-    tables = [
-        m.num_embeddings - (m.padding_idx + 1 if m.padding_idx is not None and "position_embeddings" in name else 0)
-        for name, m in loaded.model.named_modules()
-        if isinstance(m, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES
-    ]
-    why = f"it has {min(tables):,} positions" if tables and min(tables) < length else ""
-    if not why:
-        try:  # a table may have another name, or there is a limit of another kind
-            with torch.inference_mode():
-                loaded.model(**dummy_input(loaded, 1, length))
-        except (IndexError, ValueError, RuntimeError) as error:
-            why = f"{type(error).__name__}: {first_line(error)}"
-    if why:
-        most = f" up to {min(tables)}" if tables else " that are smaller"
+    most = positions_of(loaded.model)
+    named = loaded.model.named_modules()
+    table = any(isinstance(m, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES for name, m in named)
+    if table and most is not None and most < length:
         raise HeadPruneError(
-            f"{loaded.source} does not take texts of {length:,} tokens: {why}.", f"Use --lengths{most}."
+            f"{loaded.source} does not take texts of {length:,} tokens: it has {most:,} positions.",
+            f"Use --lengths up to {most}.",
         )
 
 
@@ -291,7 +273,7 @@ def task_of(config: Any, task: str | None, source: str, any_task: bool = False) 
         return TASKS["audio-classification"]
     for kind in TASKS.values():
         if kind.fits(architecture):
-            if kind.name == "seq2seq" and config.model_type in _SPEECH_TYPES:
+            if architecture in modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.values():
                 return TASKS["speech-seq2seq"]
             if kind.name == "seq2seq" and not config.is_encoder_decoder:
                 return TASKS["causal-lm"]  # Gemma 3 and others that look at images too
@@ -328,24 +310,13 @@ def _check_numbers(model: nn.Module, source: str) -> None:
             )
 
 
-def _not_trusted(source: str, error: Exception) -> HeadPruneError | None:
-    """The message if a model or its tokenizer needs code that comes with it, and that code may not run."""
-    if "trust_remote_code" not in str(error):
-        return None
-    return HeadPruneError(
-        f"{source} needs code that comes with it, and headprune does not run such code unasked.",
-        "Read that code; if you trust it, add --trust-remote-code.",
-    )
-
-
 def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
     import transformers
 
-    name = {"text": "AutoTokenizer", "image": "AutoImageProcessor", "audio": "AutoFeatureExtractor"}[kind.modality]
-    if kind.name == "speech-seq2seq":
-        name = "AutoProcessor"
-    what = {"text": "tokenizer", "image": "image processor", "audio": "feature extractor"}[kind.modality]
-    try:
+    name, what = _PROCESSORS[kind.modality]
+    name = "AutoProcessor" if kind.name == "speech-seq2seq" else name
+    hint = f"Put the {what}'s files into the folder (for instance with {what.replace(' ', '_')}.save_pretrained)."
+    with _explained(source, f"{source} has no {what} that loads", hint):
         try:
             processor = getattr(transformers, name).from_pretrained(source, **common)
         except ImportError:
@@ -356,32 +327,18 @@ def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
             if not issubclass(own, base):  # the name is from a file
                 raise TypeError(f"{stored['image_processor_type']} is no image processor") from None
             processor = own.from_pretrained(source, **common)
-    except Exception as error:
-        raise _not_trusted(source, error) or HeadPruneError(
-            f"{source} has no {what} that loads ({first_line(error)}).",
-            f"Put the {what}'s files into the folder (for instance with {what.replace(' ', '_')}.save_pretrained).",
-        ) from error
-    if kind.modality == "text" and len(processor) <= len(processor.all_special_ids):
         # transformers builds an empty tokenizer where there are no files: every word would be unknown.
-        raise HeadPruneError(
-            f"{source} has no tokenizer: no vocabulary is there.",
-            "Put its files into the folder (for instance with tokenizer.save_pretrained).",
-        )
-    if kind.modality == "text" and processor.pad_token is None:
-        processor.pad_token = processor.eos_token or processor.unk_token
-    if kind.modality == "text" and processor.pad_token is None:
-        raise HeadPruneError(f"The tokenizer of {source} has no token to pad with.", "Set its pad_token and save it.")
+        if kind.modality == "text" and len(processor) <= len(processor.all_special_ids):
+            raise ValueError("no vocabulary is there")
+        if kind.modality == "text" and processor.pad_token is None:
+            processor.pad_token = processor.eos_token or processor.unk_token
+            if processor.pad_token is None:
+                raise ValueError("it has no token to pad with")
     return processor
 
 
-def _not_found(source: str, error: Exception) -> HeadPruneError:
-    if Path(source).is_dir():
-        return HeadPruneError(
-            f"{source} is a folder without a config.json that transformers reads ({first_line(error)}).",
-            "Pass a folder made by save_pretrained or by headprune.",
-        )
-    return HeadPruneError(
-        f"There is no model {source!r}: no such folder, and it could not be loaded from the Hugging Face hub "
-        f"({type(error).__name__}).",
-        "Check the spelling, the network (HF_HUB_OFFLINE), and your access to it.",
-    )
+_PROCESSORS = {
+    "text": ("AutoTokenizer", "tokenizer"),
+    "image": ("AutoImageProcessor", "image processor"),
+    "audio": ("AutoFeatureExtractor", "feature extractor"),
+}

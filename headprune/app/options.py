@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
-from pydantic import StrictBool, StrictInt
+import typer
+from pydantic import Field, StrictBool, StrictInt
 
 from headprune.errors import HeadPruneError
-from headprune.options import MAX_SEED, Flag
+from headprune.options import MAX_SEED
 
-_MAX_EPOCHS = 1_000_000  # infinitely many steps cannot be counted
+_data, _model, _training = (partial(typer.Option, rich_help_panel=panel) for panel in ("Data", "Model", "Training"))
+
+Seed = Annotated[StrictInt, Field(ge=0, le=MAX_SEED)]
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AtLeast1 = Annotated[int, Field(ge=1)]
+AtLeast2 = Annotated[int, Field(ge=2)]
 
 
-def _check_range(flag: str, value: int | None, least: int, most: float = math.inf) -> None:
-    if value is not None and not least <= value <= most:
-        limits = f"{least} or more" if most == math.inf else f"{least} to {most}"
-        raise HeadPruneError(f"{flag} is {value}.", f"Give {limits}.")
+def check_values(options: Any) -> None:
+    """Refuse options of which a value is out of its range.
+
+    Raises:
+        HeadPruneError: One is; the message names it, and the range.
+    """
+    from headprune.documents import from_json, to_json
+
+    try:
+        from_json(type(options), to_json(options))
+    except ValueError as error:
+        raise HeadPruneError(f"There is a wrong option: {error}.", "See --help.") from None
 
 
 @dataclass(frozen=True)
@@ -28,21 +42,23 @@ class DataOptions:
         seed: For the order in which examples are taken.
     """
 
-    dataset: Annotated[str, Flag("Hub id, folder, or .jsonl, .csv or .parquet file.", short="-d", panel="Data")] = ""
-    subset: Annotated[str | None, Flag("Configuration of a Hub dataset.", panel="Data")] = None
-    split: Annotated[str | None, Flag("Split to score on [train, if there is one].", panel="Data")] = None
-    choose_split: Annotated[str | None, Flag("Split to choose plans on [validation].", panel="Data")] = None
-    report_split: Annotated[str | None, Flag("Split to report on [test].", panel="Data")] = None
+    dataset: Annotated[
+        str, _data("--dataset", "-d", help="Hub id, folder, or .jsonl, .csv or .parquet file.", show_default=False)
+    ] = ""
+    subset: Annotated[str | None, _data(help="Configuration of a Hub dataset.")] = None
+    split: Annotated[str | None, _data(help="Split to score on [train, if there is one].")] = None
+    choose_split: Annotated[str | None, _data(help="Split to choose plans on [validation].")] = None
+    report_split: Annotated[str | None, _data(help="Split to report on [test].")] = None
     text_column: Annotated[
-        str | None, Flag("Column of the text, image or sound; a,b for pairs of texts [guessed].", panel="Data")
+        str | None, _data(help="Column of the text, image or sound; a,b for pairs of texts [guessed].")
     ] = None
-    label_column: Annotated[str | None, Flag("Column of the label or target [guessed].", panel="Data")] = None
+    label_column: Annotated[str | None, _data(help="Column of the label or target [guessed].")] = None
     limit: Annotated[
-        int, Flag("Examples to score on, and as many to choose on.", short="-L", least=2, panel="Data")
+        AtLeast2, _data("--limit", "-L", min=2, help="Examples to score on, and as many to choose on.")
     ] = 512
-    report_limit: Annotated[int, Flag("Examples to report on, at most.", least=2, panel="Data")] = 2000
-    max_length: Annotated[int | None, Flag("Tokens per example, at most [512].", least=2, panel="Data")] = None
-    batch_size: Annotated[int, Flag("Examples per batch.", short="-b", least=1, panel="Data")] = 32
+    report_limit: Annotated[AtLeast2, _data(min=2, help="Examples to report on, at most.")] = 2000
+    max_length: Annotated[int | None, Field(ge=2), _data(min=2, help="Tokens per example, at most [512].")] = None
+    batch_size: Annotated[AtLeast1, _data("--batch-size", "-b", min=1, help="Examples per batch.")] = 32
     also: tuple[str, ...] = ()
     seed: int = 0
 
@@ -58,8 +74,7 @@ class DataOptions:
             raise HeadPruneError(
                 "No dataset was given.", "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl."
             )
-        for name, least in {"limit": 2, "report_limit": 2, "max_length": 2, "batch_size": 1}.items():
-            _check_range(f"--{name.replace('_', '-')}", getattr(self, name), least)
+        check_values(self)
         if self.text_column is not None and self.text_column.count(",") > 1:
             raise HeadPruneError(
                 f"--text-column {self.text_column} names more than two columns.", "Name one, or two for pairs."
@@ -120,23 +135,18 @@ class LoadOptions:
         device_map, device_memory: Where the weights of a model go that is larger than a device.
     """
 
-    task: Annotated[str | None, Flag("What the model is for [read from its config].", panel="Model")] = None
-    device: Annotated[str, Flag("auto, cpu, cuda or mps.", panel="Model")] = "auto"
-    dtype: Annotated[str, Flag("auto (as stored; float32 on a CPU), float32, bfloat16 or float16.", panel="Model")] = (
-        "auto"
+    task: Annotated[str | None, _model(help="What the model is for [read from its config].")] = None
+    device: Annotated[str, _model(help="auto, cpu, cuda or mps.")] = "auto"
+    dtype: Annotated[str, _model(help="auto (as stored; float32 on a CPU), float32, bfloat16 or float16.")] = "auto"
+    trust_remote_code: Annotated[bool, _model("--trust-remote-code", help="Run code that comes with the model.")] = (
+        False
     )
-    trust_remote_code: Annotated[bool, Flag("Run code that comes with the model.", panel="Model")] = False
     device_map: Annotated[
         str | None,
-        Flag(
-            "For a model larger than a device (docs/scale.md): auto spreads it over the GPUs, the CPU's memory and the disk; or balanced, "
-            "sequential, or a JSON file.",
-            panel="Model",
-        ),
+        _model(help="For a model larger than a device (docs/scale.md): auto, balanced, sequential, or a JSON file."),
     ] = None
     device_memory: Annotated[
-        str | None,
-        Flag("The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].", panel="Model"),
+        str | None, _model(help="The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].")
     ] = None
 
     def placing(self) -> dict[str, Any] | None:
@@ -176,7 +186,7 @@ class Options:
     model: str
     data: DataOptions
     loading: LoadOptions = field(default_factory=LoadOptions)
-    seed: StrictInt = 0
+    seed: Seed = 0
     distil: StrictBool = False
     keep: str | None = None
     methods: tuple[str, ...] = ()
@@ -190,7 +200,7 @@ class Options:
         from headprune.plans import keep_of
         from headprune.scoring.base import method_and_settings
 
-        _check_range("--seed", self.seed, 0, MAX_SEED)
+        check_values(self)
         if self.keep is not None:
             keep_of(self.keep)
         for method in self.methods:
@@ -209,9 +219,13 @@ class Mixture:
         hidden_states: Whether the hidden states are compared too, with weight 1.
     """
 
-    alpha: Annotated[float, Flag("Weight of the dense model's answers against the labels.", panel="Training")] = 0.5
-    temperature: Annotated[float, Flag("Temperature of the distillation.", panel="Training")] = 2.0
-    hidden_states: Annotated[bool, Flag("Learn the dense model's hidden states too.", panel="Training")] = False
+    alpha: Annotated[
+        float, Field(ge=0, le=1), _training(help="Weight of the dense model's answers against the labels.")
+    ] = 0.5
+    temperature: Annotated[Above0, _training(help="Temperature of the distillation.")] = 2.0
+    hidden_states: Annotated[bool, _training("--hidden-states", help="Learn the dense model's hidden states too.")] = (
+        False
+    )
 
     @property
     def needs_teacher(self) -> bool:
@@ -231,12 +245,12 @@ class FinetuneOptions:
         seed: For the order of the examples and for dropout.
     """
 
-    epochs: Annotated[float, Flag("Passes over the training part.", panel="Training")] = 1.0
-    learning_rate: Annotated[float, Flag("The learning rate at its peak.", panel="Training")] = 3e-5
+    epochs: Annotated[float, Field(gt=0, le=1_000_000), _training(help="Passes over the training part.")] = 1.0
+    learning_rate: Annotated[Above0, _training(help="The learning rate at its peak.")] = 3e-5
     mixture: Mixture = field(default_factory=Mixture)
     weight_decay: float = 0.01
-    patience: Annotated[int, Flag("Stop after this many epochs without improvement.", panel="Training")] = 2
-    seed: Annotated[int, Flag("For the order of the examples, and dropout.", least=0, panel="Training")] = 0
+    patience: Annotated[AtLeast1, _training(help="Stop after this many epochs without improvement.")] = 2
+    seed: Annotated[Seed, _training(min=0, help="For the order of the examples, and dropout.", show_default=False)] = 0
 
     def check(self) -> None:
         """Refuse what cannot be.
@@ -244,20 +258,4 @@ class FinetuneOptions:
         Raises:
             HeadPruneError: A value out of its range.
         """
-        _check_range("--seed", self.seed, 0, MAX_SEED)
-        if not 0 < self.epochs <= _MAX_EPOCHS:
-            raise HeadPruneError(
-                f"Training cannot take {self.epochs:g} epochs.",
-                f"Choose a number above 0, of at most {_MAX_EPOCHS:,}.",
-            )
-        if not 0 < self.learning_rate < math.inf:
-            raise HeadPruneError(
-                f"There is no learning rate {self.learning_rate:g}.", "Choose one above 0, such as 3e-5."
-            )
-        if self.patience < 1:
-            raise HeadPruneError(f"There is no patience of {self.patience} epochs.", "Choose 1 or more.")
-        alpha, temperature = self.mixture.alpha, self.mixture.temperature
-        if not 0 <= alpha <= 1:
-            raise HeadPruneError(f"Alpha {alpha:g} is no weight.", "Choose one from 0 (labels) to 1 (dense model).")
-        if not 0 < temperature < math.inf:
-            raise HeadPruneError(f"There is no temperature {temperature:g}.", "Choose one above 0; 2 is usual.")
+        check_values(self)

@@ -6,13 +6,14 @@ precision can be saved in it again; only weights that were fitted since are roun
 
 from __future__ import annotations
 
-import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from headprune import checkpoint
@@ -29,6 +30,9 @@ def check_source(source: str) -> None:
     Raises:
         HeadPruneError: No such folder, and no name that a model on the Hub can have; or a file.
     """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     if not source.strip():
         raise HeadPruneError("No model was named.", "Pass a Hub id, a local folder, or a folder headprune saved.")
     check_text(Path(source))
@@ -39,11 +43,14 @@ def check_source(source: str) -> None:
         local = Path(source).is_dir()
     except OSError as error:
         raise HeadPruneError(f"There is no model {source!r} ({error.strerror}).", "Check the spelling.") from None
-    if not local and not _may_be_on_hub(split_revision(source)[0]):
+    try:
+        if not local:
+            validate_repo_id(split_revision(source)[0])
+    except HFValidationError:
         raise HeadPruneError(
             f"There is no model {source!r:.200}: no such folder, and on the Hugging Face Hub no model can have this name.",
             "Check the path.",
-        )
+        ) from None
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
@@ -52,18 +59,6 @@ def split_revision(source: str) -> tuple[str, str | None]:
         return source, None
     name, _, revision = source.rpartition("@")
     return name, revision
-
-
-def _may_be_on_hub(source: str) -> bool:
-    """Whether a model on the Hub can have a name: no path can that begins with a dot or a slash, or has several folders."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
-        return False
-    return True
 
 
 def resolved(source: str) -> str:
@@ -105,20 +100,18 @@ def pick_device(device: str) -> torch.device:
     Raises:
         HeadPruneError: There is no such device.
     """
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if device == "auto":
-        return torch.device("cuda" if cuda else "mps" if mps else "cpu")
-    if device.startswith("cuda") and not cuda:
-        raise HeadPruneError("There is no CUDA device here.", "Use --device cpu, or install a CUDA build of torch.")
-    if device == "mps" and not mps:
-        raise HeadPruneError("There is no MPS device here.", "Use --device cpu.")
+        mps = torch.backends.mps.is_available()
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if mps else "cpu")
     try:
         place = torch.device(device)
-    except RuntimeError:
-        place = torch.device("meta")
-    missing = place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()
-    if place.type not in ("cpu", "cuda", "mps") or missing:
-        raise HeadPruneError(f"There is no device {device!r}.", "Use auto, cpu, cuda or mps.")
+        if place.type not in ("cpu", "cuda", "mps"):
+            raise ValueError(f"headprune does not run on {place.type}")
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise HeadPruneError(
+            f"There is no device {device!r} here: {first_line(error)}.", "Use --device auto, cpu, cuda or mps."
+        ) from None
     return place
 
 
@@ -137,11 +130,11 @@ NAMED = ("auto", "balanced", "balanced_low_0", "sequential")
 
 def placed(model: nn.Module) -> str:
     """Where a model is, for people."""
-    places: dict[Any, int] = {}
-    sizes = {f"{name}.": p.numel() * p.element_size() for name, p in model.named_parameters()}
+    from accelerate.utils import compute_module_sizes
+
+    sizes, places = compute_module_sizes(model), Counter[Any]()
     for name, place in getattr(model, "hf_device_map", {}).items():  # a module's name, or a parameter's
-        inside = f"{name}." if name else ""
-        places[place] = places.get(place, 0) + sum(size for own, size in sizes.items() if own.startswith(inside))
+        places[place] += sizes[name]
     if len(places) < 2 and "disk" not in places:
         return str(model_device(model))
     named = {place: f"cuda:{place}" if isinstance(place, int) else str(place) for place in places}
@@ -162,44 +155,31 @@ def placing_of(device_map: str | None, memory: str | None) -> dict[str, Any] | N
         if memory is not None:
             raise HeadPruneError("--device-memory has no use without --device-map.", "Add --device-map auto.")
         return None
-    places = device_map if device_map in NAMED else _read(device_map)
-    most = None if memory is None else _memory(memory)
-    return {"device_map": places, "max_memory": most}
-
-
-def _read(file: str) -> dict[str, Any]:
-    """A device map from a file."""
-    if not Path(file).is_file():
-        raise HeadPruneError(
-            f"There is no device map {file!r}.",
-            f"Use {', '.join(NAMED)}, or a JSON file with the device of every module.",
-        )
     try:
-        places = json.loads(Path(file).read_text(encoding="utf-8"))
-        if not isinstance(places, dict) or not all(type(place) in (int, str) for place in places.values()):
-            raise ValueError("it is no object with a device for every module")
-    except (OSError, ValueError, RecursionError) as error:
+        file = TypeAdapter(dict[str, int | str])
+        places = device_map if device_map in NAMED else file.validate_json(Path(device_map).read_bytes(), strict=True)
+    except (OSError, ValueError) as error:
         raise HeadPruneError(
-            f"{file} is no device map ({first_line(error)}).",
-            'Write it as {"model.embed_tokens": 0, "model.layers": "cpu", …}.',
+            f"There is no device map {device_map!r}: {first_line(error)}.",
+            f'Use {", ".join(NAMED)}, or a JSON file such as {{"model.embed_tokens": 0, "model.layers": "cpu", …}}.',
         ) from error
-    return places
+    return {"device_map": places, "max_memory": None if memory is None else _memory(memory)}
 
 
-def _memory(text: str) -> dict[int | str, int | str]:
-    """The most for each device."""
-    most: dict[int | str, int | str] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+|cpu|mps)\s*=\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b\s*", part, re.IGNORECASE)
-        if match is None:
-            raise HeadPruneError(
-                f"--device-memory {text!r} is no amount for each device.", "Write it as 0=20GB,1=20GB,cpu=60GB."
-            )
-        device, size, unit = match.groups()
-        most[int(device) if device.isdigit() else device.lower()] = int(
-            float(size) * 1024 ** " kmgt".index(unit.lower() or " ")
-        )
-    return most
+def _memory(text: str) -> dict[int | str, int]:
+    """The most for each device, in bytes."""
+    from accelerate.utils import convert_file_size_to_int
+
+    try:
+        amounts = [[word.strip() for word in part.split("=")] for part in text.split(",")]
+        most = {device.lower(): convert_file_size_to_int(size.upper()) for device, size in amounts}
+        if not all(device.isdecimal() or device in ("cpu", "mps") for device in most):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise HeadPruneError(
+            f"--device-memory {text!r} is no amount for each device.", "Write it as 0=20GB,1=20GB,cpu=60GB."
+        ) from None
+    return {int(device) if device.isdecimal() else device: size for device, size in most.items()}
 
 
 def half_of(config: Any) -> torch.dtype | None:

@@ -181,17 +181,9 @@ class Budget(ABC):
         return _SHARE if self.relative else self.unit
 
 
-@dataclass(frozen=True)
-class PlanCost:
-    """What plans cost.
-
-    Attributes:
-        estimate: For the search: falls (about) as heads go.
-        measure: On a model that was really pruned, afresh at each call.
-    """
-
-    estimate: Callable[[PruningPlan], Reading]
-    measure: Callable[[PruningPlan], Reading]
+PlanCost = Callable[["PruningPlan", bool], Reading]
+"""What a plan costs: an estimate for the search, which falls (about) as heads go; or, where True is passed too, as it was measured just now on
+a model that was really pruned."""
 
 
 class Limit(Budget):
@@ -208,7 +200,7 @@ class Limit(Budget):
     def check_dense(self, subject: Subject) -> None:
         from headprune.plans import PruningPlan
 
-        dense = self.cost(subject).estimate(PruningPlan({}))
+        dense = self.cost(subject)(PruningPlan({}), False)
         if dense.high <= self.amount:
             raise HeadPruneError(
                 f"{self.flag} {self.text} is met by the dense model ({self.show(dense.high)}), so there is nothing to prune.",
@@ -216,9 +208,6 @@ class Limit(Budget):
             )
 
     def fit(self, order: Order, subject: Subject) -> Fit:
-        return self.most_heads(order, self.cost(subject))
-
-    def most_heads(self, order: Order, cost: PlanCost) -> Fit:
         """The plan with the most heads that holds this budget.
 
         Bisects on estimates, then measures the plan that this gives, and goes on to fewer heads, in growing strides, while
@@ -227,18 +216,18 @@ class Limit(Budget):
         Raises:
             HeadPruneError: Even the fewest heads exceed the budget; the hint says the nearest that can be met.
         """
-        last = len(order.steps)
-        if cost.estimate(order.after(last)).high > self.amount:
-            raise self._out_of_reach(order, cost.measure(order.after(last)))
+        cost, last = self.cost(subject), len(order.steps)
+        if cost(order.after(last), False).high > self.amount:
+            raise self._out_of_reach(order, cost(order.after(last), True))
         low, high = -1, last  # high holds the budget, low does not
         while high - low > 1:
             middle = (low + high) // 2
-            if cost.estimate(order.after(middle)).high <= self.amount:
+            if cost(order.after(middle), False).high <= self.amount:
                 high = middle
             else:
                 low = middle
         stride = 1
-        while (reading := cost.measure(order.after(high))).high > self.amount:
+        while (reading := cost(order.after(high), True)).high > self.amount:
             if high == last:
                 raise self._out_of_reach(order, reading)
             high, stride = min(high + stride, last), 2 * stride

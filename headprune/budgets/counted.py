@@ -47,12 +47,9 @@ class Keep(Budget):
         from headprune.plans import keep_of
 
         share = keep_of(self.text)
-        if isinstance(share, float) and share > 1:
-            raise HeadPruneError(f"keep {self.text} is more than all heads.", "Keep fewer, for instance 50%.")
-        if isinstance(share, float) and share == 1:
+        if isinstance(share, float) and share >= 1:
             raise HeadPruneError(
-                f"keep {self.text} keeps all heads, so there is nothing to prune.",
-                "Ask for less, for instance 50%.",
+                f"keep {self.text} keeps all heads, so there is nothing to prune.", "Ask for less, for instance 50%."
             )
 
     def check_dense(self, subject: Subject) -> None:
@@ -77,10 +74,7 @@ class Counted(Limit):
     def cost(self, subject: Subject) -> PlanCost:
         dense = self.count(subject.model, subject.inputs) if self.relative else 1.0
 
-        def counted(plan: PruningPlan) -> Reading:
-            return Reading.exact(self.count(subject.pruned(plan), subject.inputs) / dense)
-
-        return PlanCost(counted, counted)
+        return lambda plan, _: Reading.exact(self.count(subject.pruned(plan), subject.inputs) / dense)
 
 
 @budget("flops")
@@ -149,10 +143,12 @@ class KeyValueCache(Limit):
             )
         unit = dense if self.relative else 1.0
 
-        def measured(plan: PruningPlan) -> Reading:
+        def held(plan: PruningPlan, measured: bool) -> Reading:
+            if not measured:
+                return Reading.exact(kv_cache_bytes(subject.layers, plan.drop, size) / unit)
             return Reading.exact((latency.cache_bytes(subject.pruned(plan), subject.inputs) or 0.0) / unit)
 
-        return PlanCost(lambda plan: Reading.exact(kv_cache_bytes(subject.layers, plan.drop, size) / unit), measured)
+        return held
 
 
 def kv_cache_bytes(layers: Sequence[AttentionLayer], drop: Mapping[str, Sequence[int]], size: int) -> int:

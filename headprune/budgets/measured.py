@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -39,9 +38,12 @@ class LatencyLimit(Limit):
 
         inputs = [(*latency.example_shape(subject.inputs), subject.inputs)]
 
-        def timed(plan: PruningPlan, runs: int, seconds: float) -> Reading:
+        def timed(plan: PruningPlan, measured: bool) -> Reading:
             if not plan.drop and self.relative:
                 return Reading.exact(1.0)
+            # The search may err: the plan that it chooses is timed again, for as long as what is reported.
+            runs, seconds = latency.MIN_RUNS, latency.MIN_SECONDS
+            runs, seconds = (runs, seconds) if measured else (runs // 2, seconds / 4)
             models = {"dense": subject.model, "pruned": subject.pruned(plan)}
             # Of several ranks one times, while the others wait.
             (row,) = current().first(
@@ -53,11 +55,7 @@ class LatencyLimit(Limit):
             timing = row.timings["pruned"]
             return Reading(timing.median, timing.low, timing.high)
 
-        # The search may err: the plan that it chooses is timed again, for as long as what is reported.
-        return PlanCost(
-            lambda plan: timed(plan, latency.MIN_RUNS // 2, latency.MIN_SECONDS / 4),
-            lambda plan: timed(plan, latency.MIN_RUNS, latency.MIN_SECONDS),
-        )
+        return timed
 
 
 @budget("drop")
@@ -87,10 +85,6 @@ class Drop(Budget):
             )
 
     def fit(self, order: Order, subject: Subject) -> Fit:
-        assert subject.change is not None
-        return self.fewest_heads(order, subject.change)
-
-    def fewest_heads(self, order: Order, change: Callable[[PruningPlan], Change]) -> Fit:
         """The fewest heads such that the loss is no more than this budget, with 95 % confidence.
 
         The budget must hold for the upper end of the 95 % interval of the loss (of accuracy, in parts of 1; or the relative
@@ -98,13 +92,11 @@ class Drop(Budget):
         to the first that fails, then a finer one between that and the last that held, and so on. Each grid depends on
         nothing but the range, so a larger budget never keeps more heads, however noisy the measurements are.
 
-        Args:
-            change: The change from the dense model to a plan, the same for the same plan.
-
         Raises:
             HeadPruneError: Nothing can go; the hint says the nearest budget that can be met.
         """
-        losses: dict[int, Reading] = {}
+        change, losses = subject.change, dict[int, Reading]()
+        assert change is not None
 
         def loss(steps: int) -> Reading:
             if steps not in losses:

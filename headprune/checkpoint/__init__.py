@@ -14,12 +14,13 @@ A folder holds the weights (``model.safetensors``, sharded where they are large)
 from headprune.checkpoint.building import check_attention, prove_same_answers, to_stock
 from headprune.checkpoint.card import add_figures, code, files_to_upload, metadata, upload
 from headprune.checkpoint.loading import about, damaged, is_checkpoint, load
+from headprune.checkpoint.probe import difference
 from headprune.checkpoint.remote_code import SIDECAR, LoadCall, load_call
 from headprune.checkpoint.saving import check_tied, install_save_methods, save, unite_tied
 from headprune.checkpoint.stock_config import NotStockError, StockCounts, pattern
 
 __all__ = [
-    "SIDECAR", "LoadCall", "NotStockError", "StockCounts", "about", "add_figures", "check_attention", "check_tied", "code", "damaged",
+    "SIDECAR", "LoadCall", "NotStockError", "StockCounts", "about", "add_figures", "check_attention", "check_tied", "code", "damaged", "difference",
     "files_to_upload", "install_save_methods", "is_checkpoint", "load", "load_call", "metadata", "pattern", "prove_same_answers",
     "save", "to_stock", "unite_tied", "upload",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import copy
 import importlib
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from headprune.input_specs import build, of_config, record_specs, recorded, with
 from headprune.inputs import model_device
 from headprune.offload import Offloaded, copied, is_dispatched, is_elsewhere, put
 from headprune.pruned import add_record, record_of, structure_of
-from headprune.surgery.evidence import largest
 from headprune.surgery.proof import COARSEST, LAYERS, tolerance_of
 
 
@@ -28,10 +28,9 @@ def check_attention(source: str | Path, config: Any) -> None:
     """Refuse a config that names an attention kernel from the Hub, since loading it runs code."""
     names = {getattr(c, "_attn_implementation", None) for c in configs_in(config)}
     if kernels := sorted(n for n in names if isinstance(n, str) and "/" in n):
-        raise HeadPruneError(
-            f"{source} asks for the attention kernel {kernels[0]} from the Hub, which is code that would run here.",
-            "Look at it first; --trust-remote-code allows it for a dense model. Or take it out of the folder's JSON files.",
-        )
+        message = f"{source} asks for the attention kernel {kernels[0]} from the Hub: code that would run here."
+        hint = "Look at it first; --trust-remote-code allows it for a dense model. Or take it out of the folder's JSON files."
+        raise HeadPruneError(message, hint)
 
 
 def skeleton(path: Path, sidecar: Mapping[str, Any], trusted: bool) -> Any:
@@ -42,13 +41,11 @@ def skeleton(path: Path, sidecar: Mapping[str, Any], trusted: bool) -> Any:
 
     qualified, attention = str(sidecar.get("class")), sidecar.get("attention")
     own = not qualified.startswith("transformers.models.")  # whatever else a folder names is not imported
-    cls = _class_in(path, qualified, trusted) if own else _stock_class(qualified)
+    cls, file = _class_in(path, qualified, trusted) if own else _stock_class(qualified), path / "config.json"
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=own and trusted)
     except Exception as error:
-        raise HeadPruneError(
-            f"{path / 'config.json'} does not load: {first_line(error)}.", "Save the model again."
-        ) from error
+        raise HeadPruneError(f"{file} does not load: {first_line(error)}.", "Save the model again.") from error
     config._attn_implementation = attention = attention or getattr(config, "_attn_implementation", None)
     check_attention(path, config)
     try:
@@ -56,10 +53,9 @@ def skeleton(path: Path, sidecar: Mapping[str, Any], trusted: bool) -> Any:
             model = _from_config(cls, config, attention)
         model.tie_weights()
     except Exception as error:
-        raise HeadPruneError(
-            f"{qualified} cannot be built from {path / 'config.json'}: {first_line(error)}{config_edits(path)}.",
-            "Put config.json back as it was, or use the transformers version that saved the model.",
-        ) from error
+        message = f"{qualified} cannot be built from {file}: {first_line(error)}{config_edits(path)}."
+        hint = "Put config.json back as it was, or use the transformers version that saved the model."
+        raise HeadPruneError(message, hint) from error
     return model
 
 
@@ -85,24 +81,19 @@ def _class_in(path: Path, qualified: str, trusted: bool) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     name = qualified.rpartition(".")[2]
+    instance = "Pass a fresh dense instance: headprune.load(path, model=YourModel(...))."
     if (reference := own_class(read_config(path), name)) is None:
-        raise HeadPruneError(
-            f"{path} holds a {qualified}, which headprune cannot build.",
-            "Pass a fresh dense instance: headprune.load(path, model=YourModel(...)).",
-        )
+        raise HeadPruneError(f"{path} holds a {qualified}, which headprune cannot build.", instance)
     if not trusted:
-        raise HeadPruneError(
-            f"{path} holds a {name}, a class that comes with the model, as code that was not run.",
-            "Read that code; if you trust it, add --trust-remote-code (in Python trust_remote_code=True). Or pass a fresh dense "
-            "instance: headprune.load(path, model=YourModel(...)).",
-        )
+        hint = "Read that code; if you trust it, add --trust-remote-code (in Python trust_remote_code=True)."
+        message = f"{path} holds a {name}, a class that comes with the model, as code that was not run."
+        raise HeadPruneError(message, f"{hint} Or: {instance}")
     try:
         return get_class_from_dynamic_module(reference, str(path))
     except Exception as error:  # code of any kind
-        raise HeadPruneError(
-            f"The code that comes with {path} does not run: {type(error).__name__}: {first_line(error)}.",
-            "Put back the files that were saved with it, or install what it imports.",
-        ) from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        hint = "Put back the files that were saved with it, or install what it imports."
+        raise HeadPruneError(f"The code that comes with {path} does not run: {why}.", hint) from error
 
 
 def to_stock(model: nn.Module) -> Any:
@@ -121,9 +112,8 @@ def to_stock(model: nn.Module) -> Any:
         except NotStockError as error:
             why = why or error
         except Exception as error:
-            why = why or NotStockError(
-                f"{candidate.cls.__name__} with {candidate.fields} does not run: {first_line(error)}."
-            )
+            cls, fields = candidate.cls.__name__, candidate.fields
+            why = why or NotStockError(f"{cls} with {fields} does not run: {first_line(error)}.")
         else:
             add_record(stock, record_of(model))
             record_specs(stock, recorded(model))
@@ -162,14 +152,11 @@ def prove_same_answers(model: nn.Module, stock: nn.Module) -> float:
             continue
         with module_outputs(stock, names) as stock_outputs:
             answers = run(stock, build(with_own_dtype(stock, [spec])[-1 if coarser else 0]))
-        inner_stock, inner_model = (
-            [t for values in outputs.values() for t in values] for outputs in (stock_outputs, model_outputs)
-        )
-        off, within = difference(answers, expected), difference(inner_stock, inner_model)
+        theirs, ours = (list(chain.from_iterable(outputs.values())) for outputs in (stock_outputs, model_outputs))
+        off, within = difference(answers, expected), difference(theirs, ours)
         if off > tolerance or within > min(LAYERS * tolerance, COARSEST):
-            raise NotStockError(
-                f"{type(stock).__name__} has the model's weights and gives other answers, by {max(off, within):.2g} of the largest."
-            )
+            by = f"by {max(off, within):.2g} of the largest"
+            raise NotStockError(f"{type(stock).__name__} has the model's weights and gives other answers, {by}.")
         return off
     raise NotStockError("It is not known what the model takes, so it cannot be compared with its stock class.")
 
@@ -181,9 +168,8 @@ def _filled(model: Any, target: StockConfig) -> Any:
     for name, (dim, kept) in target.cuts.items():
         whole = stored[name]
         other[name] = whole.index_select(dim, torch.tensor(kept, device=whole.device))
-    for name in target.zeros:
-        weight = stored[f"{name.rpartition('.')[0]}.weight"]
-        other[name] = weight.new_zeros(target.shapes[name])
+    for name, shape in target.zeros.items():
+        other[name] = stored[f"{name.rpartition('.')[0]}.weight"].new_zeros(shape)
     computed = {name: state.pop(name) for name in target.computed}
     if not is_dispatched(model):
         return _with_state(model, target, {**state, **other}, computed).to(model_device(model))
@@ -220,7 +206,7 @@ def _with_state(model: Any, target: StockConfig, state: dict[str, Tensor], compu
     own, tolerance = dict(stock.named_buffers()), tolerance_of(model)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in state}
     for name, buffer in {**buffers, **computed}.items():
-        if name in own and not _close(own[name], buffer, tolerance):
+        if name in own and difference([own[name].cpu().double()], [buffer.cpu().double()]) > tolerance:
             raise NotStockError(f"{target.cls.__name__} computes another {name}.")
     stock.load_state_dict(state, assign=True)
     stock.tie_weights()
@@ -231,8 +217,3 @@ def _with_state(model: Any, target: StockConfig, state: dict[str, Tensor], compu
     if getattr(model, "generation_config", None) is not None:
         stock.generation_config = model.generation_config
     return stock
-
-
-def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    a, b = a.cpu().double(), b.cpu().double()
-    return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance * largest(b))

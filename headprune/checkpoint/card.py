@@ -46,7 +46,7 @@ class Origin:
 
 
 def origin_of(model: Any) -> Origin:
-    """What a transformers model's config names; of the Hub's models what is on this machine."""
+    """The origin that a transformers model's config names; files of the Hub are read from this machine's cache only."""
     source = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
     if source and (folder := Path(source)).is_dir():
         with suppress(HeadPruneError):
@@ -147,11 +147,11 @@ def upload(
         with suppress(EntryNotFoundError, RevisionNotFoundError):
             card = Path(api.hf_hub_download(repo, CARD, revision=commit.get("revision"))).read_bytes()
         ignored = [".*", *([] if replaceable(card) else [CARD])]
-        done = api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=ignored, **commit)
+        result = api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=ignored, **commit)
     except Exception as error:
         why, hint = _refusal(error)
         raise HeadPruneError(f"{repo} could not be pushed to: {why}.", hint) from error
-    return str(done.pr_url or done.commit_url)
+    return str(result.pr_url or result.commit_url)
 
 
 def files_to_upload(folder: Path) -> list[Path]:
@@ -184,10 +184,10 @@ def _write(
     call, base, structure = load_call(folder), kept.get("base_model"), sidecar["structure"]
     module, _, name = sidecar["class"].rpartition(".")
     layers = _layers(sidecar.get("heads", {}), sidecar["removed"])
-    added = structure.get("biases", ())  # by a repair, before any head is gone
+    # A repair may add biases before any head is gone.
+    entries, added = structure.get("modules", {}).items(), structure.get("biases", ())
     repaired = all(
-        name in added and entry.keys() == {"tensors"} and entry["tensors"].keys() == {"bias"}
-        for name, entry in structure.get("modules", {}).items()
+        name in added and [*entry] == ["tensors"] and [*entry["tensors"]] == ["bias"] for name, entry in entries
     )
     pruned = bool(layers) or not repaired
     tags = ["headprune", *["pruning"] * pruned, *["custom_code"] * call.remote]
@@ -212,15 +212,15 @@ def _write(
 def _layers(heads: Mapping[str, int], removed: Sequence[Mapping[str, Sequence[int]]]) -> list[dict[str, Any]]:
     """Of every layer how many heads went, how many are left, and how many there were: 0 where that is not known."""
     gone: Counter[str] = Counter()
-    for name, heads_gone in ((name, heads_gone) for step in removed for name, heads_gone in step.items()):
-        gone[name] += len(heads_gone)
+    for step in removed:
+        gone.update({name: len(heads_gone) for name, heads_gone in step.items()})
     if not any(gone.values()):
         return []
     if gone.keys() - heads.keys():  # of a folder of an older version
         return [{"index": None, "name": name, "gone": n, "heads": 0, "left": 0} for name, n in gone.items()]
+    rows = [(name, gone[name], n) for name, n in heads.items()]
     return [
-        {"index": i, "name": name, "gone": gone[name], "heads": n, "left": n - gone[name]}
-        for i, (name, n) in enumerate(heads.items())
+        {"index": i, "name": name, "gone": lost, "heads": n, "left": n - lost} for i, (name, lost, n) in enumerate(rows)
     ]
 
 
@@ -228,11 +228,10 @@ def _pipeline_of(name: str) -> str | None:
     """The Hub's word for what a class of transformers does; None where that is nothing, or several things."""
     from transformers.modelcard import TASK_MAPPING
 
-    tasks = [
-        task
-        for task, classes in TASK_MAPPING.items()
-        if any(name in (each if isinstance(each, list | tuple) else (each,)) for each in classes.values())
-    ]
+    several = [(task, each) for task, classes in TASK_MAPPING.items() for each in classes.values()]
+    tasks = list(
+        dict.fromkeys(task for task, each in several if name in (each if isinstance(each, list | tuple) else [each]))
+    )
     return tasks[0] if len(tasks) == 1 else None
 
 

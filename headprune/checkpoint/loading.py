@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,9 @@ from headprune.offload import aligned, with_numbers
 from headprune.pruned import EmptyAttention, add_biases, add_record, restructure, structure_of
 from headprune.surgery import Removal, remove
 
-_WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pruned.safetensors"  # the latter of pruned models, of 0.1
+_WEIGHTS = ("model.safetensors", "pruned.safetensors")  # the latter of pruned models, of 0.1
+
+DeviceMap = str | Mapping[str, Any]
 
 
 def load(
@@ -61,9 +62,15 @@ def load(
     sidecar = _sidecar(path)
     _check_files(path, sidecar, as_saved)
     loaded = skeleton(path, sidecar, trust_remote_code) if model is None else model
-    _fill_as_saved(loaded, path, sidecar, device_map, max_memory, offload_folder)
+    places, on_disk = _fill_as_saved(loaded, path, sidecar, device_map, max_memory)
     if device_map is None:
         loaded.to(device)
+    else:
+        from accelerate import dispatch_model
+
+        skip = getattr(loaded, "_skip_keys_device_placement", None)
+        dispatch_model(loaded, places, offload_index=on_disk or None, offload_dir=offload_folder, skip_keys=skip)
+        aligned(loaded)
     loaded.eval()
     # Folders of 0.1 held other empty tensors for layers without heads.
     other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in loaded.modules())
@@ -83,17 +90,15 @@ def is_checkpoint(path: str | Path) -> bool:
 
 def about(path: str | Path) -> dict[str, Any]:
     """The ``about`` that `save` stored."""
-    stored: dict[str, Any] = _sidecar(Path(path)).get("about", {})
-    return stored
+    return dict(_sidecar(Path(path)).get("about", {}))
 
 
 def damaged(path: str | Path, error: BaseException) -> HeadPruneError | None:
     """The error for weights whose file is not a complete safetensors file; None for any other reason."""
     if type(error).__name__ != "SafetensorError":
         return None
-    return HeadPruneError(
-        f"The weights in {path} are damaged or cut short ({first_line(error)}).", "Copy, download or save it again."
-    )
+    message = f"The weights in {path} are damaged or cut short ({first_line(error)})."
+    return HeadPruneError(message, "Copy, download or save it again.")
 
 
 # -- what the folder says -------------------------------------------------------------------------
@@ -106,10 +111,8 @@ def _check_saved_here(path: Path) -> None:
     if not is_checkpoint(path) and (config := probe.read_config(path)):
         name = next(iter(config.get("architectures") or ()), "AutoModel")
         code = ", trust_remote_code=True" if "headprune" in config else ""
-        raise HeadPruneError(
-            f"{path} was saved by transformers, not by headprune.save, so it holds nothing to prove a load by.",
-            f"Load it by transformers' {name}.from_pretrained(folder{code}): all functions take such models.",
-        )
+        message = f"{path} was saved by transformers, not by headprune.save, so it holds nothing to prove a load by."
+        raise HeadPruneError(message, f"Load it by transformers' {name}.from_pretrained(folder{code}).")
 
 
 def _sidecar(path: Path) -> dict[str, Any]:
@@ -152,46 +155,30 @@ def _check_files(path: Path, sidecar: Mapping[str, Any], as_saved: bool) -> None
         raise HeadPruneError(f"{path / name} is damaged: it is not what was saved.", "Copy, download or save it again.")
     # An edited config is told with what was edited (`probe.check_answers`), and nothing here runs code from the folder.
     if beside := [name for name in other if name != "config.json"]:
-        warnings.warn(
-            f"headprune: {path}: not as saved: {', '.join(beside[:3])}. If that is no edit of yours, copy, download or save it again.",
-            stacklevel=3,
-        )
+        text = f"not as saved: {', '.join(beside[:3])}. If that is no edit of yours, copy, download or save it again."
+        warnings.warn(f"headprune: {path}: {text}", stacklevel=3)
 
 
-def _weight_files(path: Path, sidecar: Mapping[str, Any]) -> list[Path]:
-    """The files that hold the weights; names of files outside the folder are refused."""
-    name = sidecar.get("weights", _WEIGHTS)  # a key of folders of 0.1
-    if name not in (_WEIGHTS, _OLD_WEIGHTS):
-        raise HeadPruneError(f"{SIDECAR} names {name!r} as its weights, which headprune never does.", "Save it again.")
-    index = path / f"{name}.index.json"
-    if (path / name).exists() or not index.is_file():
-        return [path / name]
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
-            raise ValueError("it names a file in another folder")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise HeadPruneError(f"{index} is damaged: {first_line(error)}.", "Copy, download or save it again.") from error
-    return [path / shard for shard in shards]
+def _weight_files(path: Path) -> list[Path]:
+    """The files that hold the weights: one, or shards. No index is read, since it could name files elsewhere."""
+    whole = [path / name for name in _WEIGHTS if (path / name).exists()]
+    return whole or sorted(path.glob("model-?????-of-?????.safetensors")) or [path / _WEIGHTS[0]]
 
 
 # -- its weights ----------------------------------------------------------------------------------
 
 
 def _fill_as_saved(
-    model: Any,
-    path: Path,
-    sidecar: Mapping[str, Any],
-    device_map: str | Mapping[str, Any] | None,
-    max_memory: Mapping[int | str, int | str] | None,
-    offload_folder: str | Path | None,
-) -> None:
+    model: nn.Module, path: Path, sidecar: Mapping[str, Any], device_map: DeviceMap | None, max_memory: Any
+) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
     """Make a dense model's modules differ from their classes as the saved one's do, and fill in what was saved.
+
+    Returns:
+        The device of every module, by name; and of weights that stay on disk, where they are.
 
     Raises:
         HeadPruneError: The weights do not fit.
     """
-    files = _weight_files(path, sidecar)
     try:
         if "structure" in sidecar:
             restructure(model, sidecar["structure"])
@@ -202,22 +189,16 @@ def _fill_as_saved(
                 add_biases(model, biases)
         with_numbers(model)
         places = {"": "cpu"} if device_map is None else _places(model, device_map, max_memory)
-        on_disk = _fill(model, files, places)
+        on_disk = _fill(model, _weight_files(path), places)
     except HeadPruneError:
         raise
     except Exception as error:
-        raise damaged(path, error) or HeadPruneError(
-            f"The weights in {path} do not fit {type(model).__name__}: {first_line(error)}{probe.config_edits(path)}.",
-            "Load with the transformers version that saved it, or pass an instance as it was built: "
-            "headprune.load(path, model=…).",
-        ) from error
+        why = f"{first_line(error)}{probe.config_edits(path)}"
+        hint = "Load with the transformers version that saved it, or pass an instance: headprune.load(path, model=…)."
+        message = f"The weights in {path} do not fit {type(model).__name__}: {why}."
+        raise damaged(path, error) or HeadPruneError(message, hint) from error
     probe.restore_buffers(model, path)
-    if device_map is not None:
-        from accelerate import dispatch_model
-
-        skip = getattr(model, "_skip_keys_device_placement", None)
-        dispatch_model(model, places, offload_index=on_disk or None, offload_dir=offload_folder, skip_keys=skip)
-        aligned(model)
+    return places, on_disk
 
 
 def _fill(model: nn.Module, files: Sequence[Path], places: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -248,24 +229,20 @@ def _fill(model: nn.Module, files: Sequence[Path], places: Mapping[str, Any]) ->
         with safe_open(str(file), framework="pt") as content:
             for name in content.keys():  # noqa: SIM118
                 value, place = content.get_tensor(name), _place(places, name)
-                if not value.numel() and (
-                    name not in own or (not own[name].numel() and own[name].shape != value.shape)
-                ):
+                shape = own[name].shape if name in own else None
+                if not value.numel() and (shape is None or (not shape.numel() and shape != value.shape)):
                     continue  # it stands for weights that are gone
-                if name not in own:
-                    raise KeyError(f"there is no place for {name}")
-                if own[name].shape != value.shape:
-                    raise ValueError(f"{name} has shape {tuple(own[name].shape)}, the file {tuple(value.shape)}")
+                if shape != value.shape:
+                    raise ValueError(f"{name} is {[*value.shape]} in the file, {shape and [*shape]} in the model")
                 if place == "disk" and name in parameters:
-                    entry = {"safetensors_file": str(file.absolute()), "weight_name": name}
-                    entry["dtype"] = str(value.dtype).removeprefix("torch.")
+                    where = {"safetensors_file": str(file.absolute()), "weight_name": name}
+                    entry = {**where, "dtype": str(value.dtype).removeprefix("torch.")}
                     on_disk |= dict.fromkeys(tied[id(own[name])], entry)
                     value = torch.empty_like(value, device="meta")
                 else:  # a copy, because a tensor may start at any byte of the file, and kernels then sum in another order
                     value = value.to("cpu" if place == "disk" else place, copy=True)
                 if name in parameters:
-                    trained = own[name].requires_grad and value.is_floating_point()
-                    value = nn.Parameter(value, requires_grad=trained)
+                    value = nn.Parameter(value, own[name].requires_grad and value.is_floating_point())
                 state |= dict.fromkeys(tied[id(own[name])], value)
     for name, tensor in model.state_dict().items():
         if tensor.numel() and name not in state:
@@ -279,7 +256,7 @@ def _fill(model: nn.Module, files: Sequence[Path], places: Mapping[str, Any]) ->
     return on_disk
 
 
-def _places(model: Any, device_map: str | Mapping[str, Any], max_memory: Any) -> dict[str, Any]:
+def _places(model: Any, device_map: DeviceMap, max_memory: Any) -> dict[str, Any]:
     """The device of every module, by name."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import check_device_map, get_balanced_memory
@@ -293,10 +270,9 @@ def _places(model: Any, device_map: str | Mapping[str, Any], max_memory: Any) ->
         if device_map != "sequential":
             low = device_map == "balanced_low_0"
             memory = get_balanced_memory(model, memory, no_split_module_classes=whole, low_zero=low)
-        places: dict[str, Any] = infer_auto_device_map(model, memory, no_split_module_classes=whole)
+        return dict(infer_auto_device_map(model, memory, no_split_module_classes=whole))
     except (ValueError, RuntimeError, KeyError) as error:
         raise HeadPruneError(f"The device map does not work: {first_line(error)}.", "Try auto.") from error
-    return places
 
 
 def _place(places: Mapping[str, Any], name: str) -> Any:

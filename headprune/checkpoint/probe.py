@@ -94,61 +94,54 @@ def check_answers(model: nn.Module, folder: Path) -> None:
     with _readable(folder):
         about, stored = _read(folder)
         if not about:
-            _warn(
-                f"{folder} was saved without a probe, so whether the model answers as it did is not checked: save it again"
-            )
-            return
+            return _warn(f"{folder} was saved without a probe, so its answers are not checked: save it again")
         edits = _edits(about["config"], read_config(folder))
         notable = [edit for edit in edits if not _HARMLESS.search(edit.split(" ", 1)[0])]
         if about["form"] is None:
             hint = notable[0] if notable else "pass example= to headprune.save"
-            _warn(f"{folder} holds no answers to compare with: {about['why']}; {hint}")
-            return
+            return _warn(f"{folder} holds no answers to compare with: {about['why']}; {hint}")
         spec = unpack(about["form"], stored)
         record_specs(model, [spec])
-        _compare(model, folder, build(spec), about, stored, notable or edits)
+        try:
+            actual, problem = run(model, build(spec)), ""
+        except Exception as error:
+            if "not implemented for" in str(error):
+                return _warn(f"{folder}: whether the model answers as it did is not checked ({first_line(error)})")
+            problem = f"does not run as the saved one did: {type(error).__name__}: {first_line(error)}"
+        else:
+            problem = _problem(model, spec, actual, about, stored)
+        if problem:
+            why = "; ".join((notable or edits)[:3]) or f"saved with {about['versions']}, loaded with {_versions()}"
+            hint = "Load it with the same library versions, or pass model= built as the saved one was."
+            hint = "Put it back as it was, or save the model again." if edits else hint
+            raise HeadPruneError(f"The model from {folder} {problem} ({why}).", hint)
         if notable:
             _warn(f"{folder}: not as it was saved, though the model answers as it did: {'; '.join(notable[:3])}")
+    return None
 
 
-def _compare(
-    model: nn.Module, folder: Path, example: Any, about: dict[str, Any], stored: dict[str, Tensor], edits: list[str]
-) -> None:
-    """`check_answers` for one input; ``edits`` are of the config."""
-    why = "; ".join(edits[:3]) or f"saved with {about['versions']}, loaded with {_versions()}"
-    hint = (
-        "Put it back as it was, or save the model again." if edits
-        else "Load it with the same library versions, or pass model= built as the saved one was."
-    )  # fmt: skip
-    try:
-        actual = run(model, example)
-    except Exception as error:
-        if "not implemented for" in str(error):
-            _warn(f"{folder}: whether the model answers as it did is not checked ({first_line(error)})")
-            return
-        kind = f"{type(error).__name__}: {first_line(error)}"
-        raise HeadPruneError(
-            f"The model from {folder} does not run as the saved one did: {kind} ({why}).", hint
-        ) from error
+def _problem(
+    model: nn.Module, spec: Any, actual: Sequence[Tensor], about: Mapping[str, Any], stored: Mapping[str, Tensor]
+) -> str:
+    """By how much a model's answers differ from those that were saved, and from which module on; "" if they do not."""
     tolerance = tolerance_of(model) * (OTHER_DEVICE if model_device(model).type != about["device"] else 1)
-    pairs = list(enumerate(about["answers"]))
-    kept = [i for i, shape in pairs if shape is not None]
-    alike = len(actual) == len(pairs) and all(list(actual[i].shape) == about["answers"][i] for i in kept)
-    expected, scales = [stored[f"answer.{i}"] for i in kept], [about["scales"][i] for i in kept]
-    off = difference([_sample(actual[i], ANSWER) for i in kept], expected, scales) if alike else math.inf
-    if off > min(tolerance, COARSEST):
-        saved = about.get("outputs", {})  # none in folders of older versions
-        first, own = "", dict(model.named_modules())
-        with module_outputs(model, [name for name in saved if name in own], OUTPUT) as outputs:
-            run(model, example, seed=1)
-        for name, was, row in zip(saved, saved.values(), stored.get("outputs", ()), strict=False):
-            if not first and difference([_row(outputs.get(name, []))], [row]) > LAYERS * tolerance:
-                kind = type(own[name]).__name__ if name in own else "which is not there"
-                first = f", first at {name or 'its own output'} ({kind}{f', saved {was}' if was != kind else ''})"
-        raise HeadPruneError(
-            f"The model from {folder} does not answer as the saved one did: by {off:.2g} of the largest value{first} ({why}).",
-            hint,
-        )
+    kept = [i for i, shape in enumerate(about["answers"]) if shape is not None]
+    off = math.inf
+    if len(actual) == len(about["answers"]) and all(list(actual[i].shape) == about["answers"][i] for i in kept):
+        mine, scales = [_sample(actual[i], ANSWER) for i in kept], [about["scales"][i] for i in kept]
+        off = difference(mine, [stored[f"answer.{i}"] for i in kept], scales)
+    if off <= min(tolerance, COARSEST):
+        return ""
+    saved, own = about.get("outputs", {}), dict(model.named_modules())  # none in folders of older versions
+    with module_outputs(model, [name for name in saved if name in own], OUTPUT) as outputs:
+        run(model, build(spec), seed=1)
+    first = ""
+    for (name, was), row in zip(saved.items(), stored.get("outputs", ()), strict=False):
+        if difference([_row(outputs.get(name, []))], [row]) > LAYERS * tolerance:
+            kind = type(own[name]).__name__ if name in own else "which is not there"
+            first = f", first at {name or 'its own output'} ({kind}{f', saved {was}' if was != kind else ''})"
+            break
+    return f"does not answer as the saved one did: by {off:.2g} of the largest value{first}"
 
 
 def run(model: nn.Module, example: Any, seed: int = 0) -> list[Tensor]:
@@ -198,7 +191,8 @@ def difference(actual: Sequence[Tensor], expected: Sequence[Tensor], scales: Seq
     """
     if [t.shape for t in actual] != [t.shape for t in expected]:
         return math.inf
-    scales = scales or [largest(t) for t in expected]
+    # Whole numbers have to be equal.
+    scales = scales or [largest(t) if t.is_floating_point() else 0.0 for t in expected]
     pairs = zip(actual, expected, scales, strict=True)
     return max((gap(a.double(), b.double()) / max(scale, 1e-30) for a, b, scale in pairs), default=0.0)
 
@@ -228,9 +222,8 @@ def _readable(folder: Path) -> Iterator[None]:
     except HeadPruneError:
         raise
     except Exception as error:  # whatever somebody may have written there
-        raise HeadPruneError(
-            f"{folder / FILE} is damaged: {type(error).__name__}: {first_line(error)}.", "Save the model again."
-        ) from error
+        message = f"{folder / FILE} is damaged: {type(error).__name__}: {first_line(error)}."
+        raise HeadPruneError(message, "Save the model again.") from error
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

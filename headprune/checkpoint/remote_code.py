@@ -145,8 +145,5 @@ def _usual(autos: Iterable[str], name: str) -> str:
     Encoder-decoders that were trained to fill masks (BART) are served by that auto class too, and loaded to write text.
     """
     others = {"AutoModelForPreTraining", *(() if name.endswith("MaskedLM") else ("AutoModelForMaskedLM",))}
-    return min(
-        autos,
-        key=lambda auto: (auto in others, auto == "AutoModelForPreTraining", auto != "AutoModel", auto),
-        default="",
-    )
+    ranked = sorted(autos, key=lambda a: (a in others, a == "AutoModelForPreTraining", a != "AutoModel", a))
+    return ranked[0] if ranked else ""

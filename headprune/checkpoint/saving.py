@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from headprune import __version__
 from headprune.checkpoint import probe, remote_code
 from headprune.checkpoint.building import to_stock
-from headprune.checkpoint.card import CARD, SOURCE_CARD, add_tags, origin_of, upload, write_card
+from headprune.checkpoint.card import CARD, add_tags, origin_of, upload, write_card
 from headprune.checkpoint.remote_code import SIDECAR
 from headprune.checkpoint.stock_config import NotStockError, dense_class, is_stock
 from headprune.errors import HeadPruneError
-from headprune.files import atomic_folder, digest, read_json, write_file, write_json
+from headprune.files import atomic_folder, digest, write_file, write_json
 from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.input_specs import record
 from headprune.inputs import Example, check_model, writes
@@ -31,6 +31,7 @@ from headprune.pruned import home, record_of, structure_of
 MAX_SHARD = "50GB"  # as transformers has it
 OFFLOADED_SHARD = "5GB"  # of a model that is not all in memory: so much is in memory at once
 _WEIGHTS = "model{suffix}.safetensors"
+_COMMIT = ("private", "token", "commit_message", "commit_description", "revision", "create_pr")  # what `upload` takes
 
 
 def save(
@@ -73,11 +74,10 @@ def save(
     with atomic_folder(path, overwrite) as folder:
         if example is not None:
             record(model, example)
-        _write(model, folder, about=about or {}, max_shard_size=max_shard_size)
         if processor is not None:
             processor.save_pretrained(folder)
-            sidecar = read_json(folder / SIDECAR, "checkpoint")
-            write_json(folder / SIDECAR, "checkpoint", {**sidecar, "files": file_digests(folder)})
+        beside = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        _write(model, folder, about=about, max_shard_size=max_shard_size, beside=beside)
         for file in folder.iterdir():
             file.chmod(0o644)
     return path
@@ -105,7 +105,7 @@ def save_pretrained(
     max_shard_size: str | int = MAX_SHARD,
     **kwargs: Any,
 ) -> None:
-    """What takes the place of a pruned transformers model's own ``save_pretrained`` (which Trainer calls, too).
+    """Replaces ``save_pretrained`` of a pruned transformers model; Trainer calls it, too.
 
     Args:
         save_directory: Files of other names there are left alone.
@@ -122,25 +122,17 @@ def save_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     _write(model, folder, state_dict=state_dict, max_shard_size=max_shard_size, same_tensors=True)
     if push_to_hub:
-        known = ("private", "token", "commit_message", "commit_description", "revision", "create_pr")
-        passed = {name: kwargs[name] for name in known if name in kwargs}
+        passed = {name: kwargs[name] for name in _COMMIT if name in kwargs}
         upload(folder, kwargs.get("repo_id") or folder.absolute().name, **passed)
 
 
 def push_to_hub(
-    model: Any,
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    max_shard_size: str | int | None = MAX_SHARD,
-    tags: Sequence[str] | None = None,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
-    revision: str | None = None,
-    create_pr: bool | None = None,
+    model: Any, repo_id: str, *, max_shard_size: str | int | None = None, tags: Sequence[str] = (), **commit: Any
 ) -> str:
-    """What takes the place of a pruned model's own ``push_to_hub``, which would put another card in the place of ours.
+    """Replaces ``push_to_hub`` of a pruned model, which would overwrite the model card.
+
+    Args:
+        commit: ``private``, ``token``, ``commit_message``, ``commit_description``, ``revision`` and ``create_pr``.
 
     Returns:
         The commit's address.
@@ -148,16 +140,17 @@ def push_to_hub(
     Raises:
         HeadPruneError: The Hub cannot be reached or refuses; or adapters that are not merged.
     """
+    if unknown := sorted(commit.keys() - set(_COMMIT)):
+        raise TypeError(f"push_to_hub() got an unexpected keyword argument {unknown[0]!r}")
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         model.save_pretrained(folder, max_shard_size=max_shard_size or MAX_SHARD)
         if tags and (Path(folder) / CARD).is_file():
             add_tags(Path(folder), tags)
-        commit = {"commit_message": commit_message, "commit_description": commit_description, "create_pr": create_pr}
-        return upload(Path(folder), repo_id, private=private, token=token, revision=revision, **commit)
+        return upload(Path(folder), repo_id, **commit)
 
 
 def unite_tied(model: nn.Module) -> None:
-    """Make two equal tensors one where the config has one: transformers 5.0 leaves them two where a checkpoint stores both."""
+    """Tie equal tensors that the config ties: transformers 5.0 leaves them untied where a checkpoint stores both."""
     for name, other, one, two in _separate(model):
         if not (one.is_meta or two.is_meta) and torch.equal(one, two):
             owner, _, last = name.rpartition(".")
@@ -166,7 +159,7 @@ def unite_tied(model: nn.Module) -> None:
 
 
 def check_tied(model: nn.Module, source: str = "The model") -> None:
-    """Refuse a model in which there are two tensors where its config has one: whatever is built from the config has one of them only.
+    """Refuse a model with different weights in tensors that its config ties: a model that is built from the config has only one of them.
 
     transformers loads such a checkpoint as it is stored, with a warning; a folder that is saved of it would not be the model that was measured.
 
@@ -179,11 +172,9 @@ def check_tied(model: nn.Module, source: str = "The model") -> None:
     for name, other, one, two in _separate(model):
         compared = not (one.is_meta or two.is_meta)  # what is kept elsewhere has no tensors to compare
         if name not in tied_names(model) or compared:
-            raise HeadPruneError(
-                f"{source} has weights of its own for {name}, but by its config (tie_word_embeddings) these are those of {other}.",
-                "If both are meant, set tie_word_embeddings to false in config.json (in Python model.config.tie_word_embeddings = "
-                f"False); if not, take {name} out of the checkpoint.",
-            )
+            message = f"{source} has weights of its own for {name}, but by its config (tie_word_embeddings) these are those of {other}."
+            hint = "If both are meant, set tie_word_embeddings to false in config.json (in Python in model.config)"
+            raise HeadPruneError(message, f"{hint}; if not, take {name} out of the checkpoint.")
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -192,18 +183,12 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {} if names is None else names
 
 
-def file_digests(folder: Path, names: Iterable[str] | None = None) -> dict[str, str]:
-    """Digests of a folder's files: relative path with slashes -> digest.
+def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Digests of those of a folder's files that are there: relative path with slashes -> digest.
 
     A bit that flips in the file of buffers may change answers at positions that no probe reaches, and one that flips in a tokenizer
     changes every measurement, but not the model. Weights are left out: the fingerprint covers them.
-
-    Args:
-        names: Which, where they are there; by default all but the weights, the cards (which people edit) and headprune.json itself.
     """
-    if names is None:
-        paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        names = [name for name in paths if name not in (CARD, SOURCE_CARD, SIDECAR)]
     chosen = sorted(name for name in names if name == probe.FILE or not name.endswith(".safetensors"))
     return {name: digest(folder / name) for name in chosen if (folder / name).is_file()}
 
@@ -216,10 +201,12 @@ def _write(
     state_dict: Mapping[str, Tensor] | None = None,
     max_shard_size: str | int = MAX_SHARD,
     same_tensors: bool = False,
+    beside: Sequence[str] = (),
 ) -> None:
     """All files of a model, into a folder that exists: a folder of its stock class, where that can represent it.
 
     Args:
+        beside: Names of other files in the folder that belong to the model, such as a tokenizer's.
         same_tensors: Only where the stock class has the very tensors that the model has, by name and shape: Trainer loads what it
             saved into the model in memory.
     """
@@ -230,7 +217,7 @@ def _write(
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     config = _write_config(model, folder, cls, dtype, {**structure, **record_of(model)} if structure else {})
     probe.write_probe(model, folder)
-    files = file_digests(folder, ("config.json", "generation_config.json", remote_code.FILE, probe.FILE))
+    names = ("config.json", "generation_config.json", remote_code.FILE, probe.FILE, *beside)
     sidecar = {
         "version": __version__,
         "class": f"{cls.__module__}.{cls.__qualname__}",
@@ -240,7 +227,7 @@ def _write(
         **record_of(model),
         "structure": structure,
         "why_not_stock": why,
-        "files": files,
+        "files": file_digests(folder, names),
         "about": about or {},
     }
     write_json(folder / SIDECAR, "checkpoint", sidecar)
@@ -288,39 +275,28 @@ def _write_weights(
 
     state: Mapping[str, Tensor] = state_dict or model.state_dict()
     stored, size = state, max_shard_size
-    places: dict[str, object] = {
-        n: (t.data_ptr(), t.shape, t.stride()) if t.numel() and not t.is_meta else n for n, t in state.items()
-    }
+    places: dict[str, object] = {}  # equal for two names of one tensor
+    for name, t in state.items():
+        places[name] = (t.data_ptr(), t.shape, t.stride()) if t.numel() and not t.is_meta else name
     if is_offloaded(model) and any(t.is_meta for t in state.values()):
         stored = offloaded = Offloaded(model)
         places = {name: offloaded.place(name) for name in offloaded}
         size = OFFLOADED_SHARD if max_shard_size == MAX_SHARD else max_shard_size
-    names = _named_once(model, places)
-    split = split_torch_state_dict_into_shards(
-        {name: state[name] for name in names}, filename_pattern=_WEIGHTS, max_shard_size=size
-    )
+    tied, names = tied_names(model), dict[object, str]()
+    for name in sorted(
+        places, key=lambda name: name in tied
+    ):  # of several names one that is no copy in transformers' eyes
+        names.setdefault(places[name], name)
+    once = {name: state[name] for name in places if names[places[name]] == name}
+    split = split_torch_state_dict_into_shards(once, filename_pattern=_WEIGHTS, max_shard_size=size)
     for file in folder.iterdir():  # of another model
         if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", file.name):
             file.unlink()
-    for name, own in split.filename_to_tensors.items():
-        save_file({n: _whole(stored[n]) for n in own}, str(folder / name), metadata={"format": "pt"})
+    for file_name, own in split.filename_to_tensors.items():
+        save_file({n: _whole(stored[n]) for n in own}, str(folder / file_name), metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": {**split.metadata, "format": "pt"}, "weight_map": split.tensor_to_filename}
         write_file(folder / f"{_WEIGHTS.format(suffix='')}.index.json", json.dumps(index, indent=2))
-
-
-def _named_once(model: nn.Module, places: Mapping[str, object]) -> list[str]:
-    """One name of every tensor: where it has several, one which is no copy in transformers' eyes.
-
-    Args:
-        places: Where each tensor is, by name.
-    """
-    tied = tied_names(model)
-    names: dict[object, str] = {}
-    for name in sorted(places, key=lambda name: name in tied):
-        names.setdefault(places[name], name)
-    kept = set(names.values())
-    return [name for name in places if name in kept]
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -331,7 +307,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _separate(model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
-    """Names and tensors that are one by the config, and two in the model.
+    """Names and tensors that the config ties and the model does not.
 
     Tensors that were pruned do not count: a saved folder says itself which of them are one (`headprune.pruned.structure_of`). Layers that were
     tied may have lost different heads.
@@ -358,20 +334,16 @@ def _check_savable(model: nn.Module, state: Mapping[str, Any], folder: Path) -> 
     """
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
-            raise HeadPruneError(
-                f"{name or 'The model'} is PEFT's {type(module).__name__}: its adapters are not merged into the weights.",
-                "Save model.merge_and_unload(), or the adapters by PEFT's own save_pretrained.",
-            )
+            kind = type(module).__name__
+            message = f"{name or 'The model'} is PEFT's {kind}: its adapters are not merged into the weights."
+            raise HeadPruneError(message, "Save model.merge_and_unload(), or adapters by PEFT's own save_pretrained.")
     odd = {n: v for n, v in state.items() if not isinstance(v, Tensor) or is_wrapper(v)}
     if is_stock(dense_class(model)):
         odd |= {n: p for n, p in model.named_parameters() if not p.is_floating_point() or p.element_size() == 1}
     for name, value in odd.items():
         kind = value.dtype if type(value) in (Tensor, nn.Parameter) else type(value).__name__
-        raise HeadPruneError(
-            f"{name} is quantised ({kind}), and headprune.save writes plain weights only.",
-            "Save the model before you quantise it; from_pretrained(folder, quantization_config=…) quantises as it loads.",
-        )
+        hint = "Save the model before you quantise it; from_pretrained(folder, quantization_config=…) quantises as it loads."
+        raise HeadPruneError(f"{name} is quantised ({kind}), and headprune.save writes plain weights only.", hint)
     if reads_from(model, folder):
-        raise HeadPruneError(
-            f"The model's own weights are read from {folder} whenever it runs.", "Save it to another folder."
-        )
+        message = f"The model's own weights are read from {folder} whenever it runs."
+        raise HeadPruneError(message, "Save it to another folder.")

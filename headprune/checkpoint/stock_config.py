@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice, product
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -48,18 +50,16 @@ class StockConfig:
         config: Its config, as it is once it was written and read.
         cuts: Tensors of which the class holds the kept heads' part, while the pruned model takes it each time: ``{name: (dim,
             indices)}``, such as T5's table of positions.
-        zeros: Biases that the class has and the model lacks: all zero.
+        zeros: Biases that the class has and the model lacks, all zero: ``{name: shape}``.
         computed: Buffers of the model's weights that the class computes itself.
-        shapes: Of the class's tensors.
         fields: What is another number in the config, in words.
     """
 
     cls: type
     config: Any
     cuts: dict[str, tuple[int, tuple[int, ...]]]
-    zeros: tuple[str, ...]
+    zeros: dict[str, torch.Size]
     computed: tuple[str, ...]
-    shapes: dict[str, torch.Size]
     fields: str
 
 
@@ -116,8 +116,7 @@ def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[Stoc
     if not is_stock(cls):
         raise NotStockError(f"{cls.__name__} is no class of transformers.")
     if not structure:
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        yield StockConfig(cls, _as_read(base), {}, (), (), shapes, "no other number")
+        yield StockConfig(cls, _changed(base, {}), {}, {}, (), "no other number")
         return
     empty = [name for name, entry in structure["modules"].items() if "empty" in entry or "only_bias" in entry]
     for name in (*empty, *structure["ghosts"]):
@@ -126,15 +125,14 @@ def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[Stoc
         dense = on_meta(cls, base)
     except Exception as error:
         raise NotStockError(f"{cls.__name__} cannot be built: {first_line(error)}.") from error
-    ratios = _ratios(model, dense, structure)
-    _check_even(dense, ratios)
+    shares = _shares(model, dense, structure)
     built, any_fits, why = {} if built is None else built, False, ""
-    for change in _changes(base, set().union(*ratios.values()), structure["biases"]):
+    for change in _changes(base, sorted(shares), structure["biases"]):
         fields = ", ".join(f"{name}={value}" for (_, name), value in change.items())
         key = tuple(change.items())
         try:
             if key not in built:
-                config = _as_read(_changed(base, change))
+                config = _changed(base, change)
                 built[key] = config, on_meta(cls, config)
             config, like = built[key]
             fit = _fit(model, like, structure)
@@ -144,12 +142,10 @@ def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[Stoc
             why = why or f"{fields} is refused: {first_line(error.__cause__ or error)}"
         else:
             any_fits = True
-            shapes = {name: tensor.shape for name, tensor in like.state_dict().items()}
-            yield StockConfig(cls, config, *fit, shapes, fields)
+            yield StockConfig(cls, config, *fit, fields)
     if not any_fits:
-        raise NotStockError(
-            f"{cls.__name__} cannot represent it: {why or 'its config has no number of heads'}".rstrip(".") + "."
-        )
+        why = (why or "its config has no number of heads").rstrip(".")
+        raise NotStockError(f"{cls.__name__} cannot represent it: {why}.")
 
 
 def dense_class(model: nn.Module) -> type:
@@ -198,16 +194,6 @@ def pattern(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
-def _as_read(config: Any) -> Any:
-    """A config as it is once it was written to a file and read again; raises what the class objects to."""
-    read: Any = type(config).from_dict(json.loads(config.to_json_string()))
-    for new, old in zip(configs_in(read), configs_in(config), strict=True):
-        if hasattr(new, "validate"):
-            new.validate()
-        new._attn_implementation = getattr(old, "_attn_implementation", None)
-    return read
-
-
 def _meta_copy(model: nn.Module) -> nn.Module:
     """A pruned model again, without weights."""
     again = on_meta(dense_class(model), plain_config(model))
@@ -215,41 +201,34 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     return again
 
 
-def _ratios(model: nn.Module, dense: nn.Module, structure: Structure) -> dict[str, frozenset[Fraction]]:
-    """For every module that changed, by what its sizes and numbers did."""
-    own, ratios = dict(model.named_modules()), {}
+def _shares(model: nn.Module, dense: nn.Module, structure: Structure) -> set[Fraction]:
+    """The shares of their heads that modules keep, as their sizes and numbers say; without those that keep all.
+
+    Raises:
+        NotStockError: Layers of one kind keep different shares; it names two.
+    """
+    own, every = dict(model.named_modules()), set[Fraction]()
+    first: dict[tuple[str, type], tuple[str, frozenset[Fraction]]] = {}
     for name, module in dense.named_modules():
         entry = structure["modules"].get(name, {})
         pairs = [(getattr(own[name], n), getattr(module, n, None)) for n in entry.get("numbers", ())]
-        pairs += [
-            (new, getattr(module.config, n, None)) for e in entry.get("configs", {}).values() for n, new in e.items()
-        ]
+        for fields in entry.get("configs", {}).values():
+            pairs += [(new, getattr(module.config, n, None)) for n, new in fields.items()]
         for tensor, shape in entry.get("tensors", {}).items():
             old = {**module._parameters, **module._buffers}.get(tensor)
             pairs += [] if old is None else list(zip(shape, old.shape, strict=False))
-        ratios[name] = frozenset(
-            Fraction(new, old) for new, old in pairs if isinstance(old, int) and old and new and new != old
-        )
-    return ratios
+        numbers = [(new, old) for new, old in pairs if isinstance(old, int) and old and new and new != old]
+        shares = frozenset(Fraction(new, old) for new, old in numbers)
+        other, others = first.setdefault((pattern(name), type(module)), (name, shares))
+        if shares != others:
+            both = ", ".join(" and ".join(map(str, sorted(each))) or "all" for each in (others, shares))
+            why = f"keep different shares of their heads ({both}), and a stock class has one number for all layers"
+            raise NotStockError(f"{other} and {name} {why}.")
+        every |= shares
+    return every
 
 
-def _check_even(dense: nn.Module, ratios: Mapping[str, frozenset[Fraction]]) -> None:
-    """Refuse other numbers of heads in other layers of one kind.
-
-    Raises:
-        NotStockError: It names two.
-    """
-    first: dict[tuple[str, type], str] = {}
-    for name, module in dense.named_modules():
-        other = first.setdefault((pattern(name), type(module)), name)
-        if ratios[other] != ratios[name]:
-            shares = ", ".join(" and ".join(map(str, sorted(ratios[each]))) or "all" for each in (other, name))
-            raise NotStockError(
-                f"{other} and {name} keep different shares of their heads ({shares}), and a stock class has one number for all layers."
-            )
-
-
-def _changes(base: Any, ratios: Iterable[Fraction], biases: Sequence[str]) -> Iterator[Change]:
+def _changes(base: Any, ratios: Sequence[Fraction], biases: Sequence[str]) -> Iterator[Change]:
     """What may be new in a config: numbers of heads, and where that is not enough a head's width; and flags that give biases."""
     parts = configs_in(base)
     fields = [(i, name, value) for i, part in enumerate(parts) for name, value in vars(part).items()]
@@ -259,8 +238,8 @@ def _changes(base: Any, ratios: Iterable[Fraction], biases: Sequence[str]) -> It
         if "head" in name and not name.startswith("_") and not _WIDTH.search(name) and type(value) is int and value > 0
     }
     flags = [(i, name) for i, name, value in fields if "bias" in name and value is False]
-    shares = [[*dict.fromkeys((*(_share(v, r) for r in sorted(ratios)), v))] for v in counts.values()]
-    alike = (tuple(_share(value, ratio) for value in counts.values()) for ratio in sorted(ratios))
+    shares = [[*dict.fromkeys((*(_share(v, r) for r in ratios), v))] for v in counts.values()]
+    alike = (tuple(_share(value, ratio) for value in counts.values()) for ratio in ratios)
     tried = dict.fromkeys((*alike, *islice(product(*shares), TRIED)))
     for numbers in islice(tried, TRIED):
         new: Change = {f: n for (f, old), n in zip(counts.items(), numbers, strict=True) if n != old}
@@ -273,11 +252,17 @@ def _changes(base: Any, ratios: Iterable[Fraction], biases: Sequence[str]) -> It
 
 
 def _changed(base: Any, change: Change) -> Any:
+    """A config with other values, as it is once it was written to a file and read again; raises what the class objects to."""
     config = copy.deepcopy(base)
     parts = configs_in(config)
     for (i, name), value in change.items():
         setattr(parts[i], name, value)
-    return config
+    read: Any = type(config).from_dict(json.loads(config.to_json_string()))
+    for new, old in zip(configs_in(read), configs_in(config), strict=True):
+        if hasattr(new, "validate"):
+            new.validate()
+        new._attn_implementation = getattr(old, "_attn_implementation", None)
+    return read
 
 
 def _share(value: int, ratio: Fraction) -> int:
@@ -290,23 +275,22 @@ def _widths(parts: Sequence[Any], new: Change) -> Change:
     """A head's width, said in so many words where a class would divide by the number of heads."""
     widths: dict[Field, int] = {}
     for i, name in new:
-        whole, heads, width = (_value(parts[i], field) for field in ("hidden_size", name, "head_dim"))
+        values: dict[str, Any] = {}
+        for field in ("hidden_size", name, "head_dim"):
+            with suppress(
+                Exception
+            ):  # there is none, or one for each layer, which transformers raises an error of its own for
+                values[field] = getattr(parts[i], field)
+        whole, heads, width = values.get("hidden_size"), values.get(name), values.get("head_dim")
         if type(width) is not int and isinstance(whole, int) and isinstance(heads, int) and whole % heads == 0:
             widths[i, "head_dim"] = min(whole // heads, widths.get((i, "head_dim"), whole))
     return dict(widths)
 
 
-def _value(config: Any, name: str) -> Any:
-    """A field of a config; None where there is none, or one for each layer, which transformers raises an error of its own for."""
-    try:
-        return getattr(config, name, None)
-    except Exception:
-        return None
+Fit = tuple[dict[str, tuple[int, tuple[int, ...]]], dict[str, torch.Size], tuple[str, ...]]
 
 
-def _fit(
-    model: nn.Module, like: nn.Module, structure: Structure
-) -> tuple[dict[str, tuple[int, tuple[int, ...]]], tuple[str, ...], tuple[str, ...]]:
+def _fit(model: nn.Module, like: nn.Module, structure: Structure) -> Fit:
     """What of the model's tensors is to be cut, filled in and left out for a class that has the shapes of ``like``.
 
     Raises:
@@ -322,9 +306,9 @@ def _fit(
             computed.append(name)
         elif theirs[name].shape != tensor.shape:
             cuts[name] = _cut(name, tensor, theirs[name].shape, structure, like)
-    zeros = tuple(name for name in theirs if name not in ours)
-    for name in zeros:
-        if theirs[name].ndim != 1 or not name.endswith("bias"):
+    zeros = {name: tensor.shape for name, tensor in theirs.items() if name not in ours}
+    for name, shape in zeros.items():
+        if len(shape) != 1 or not name.endswith("bias"):
             raise NotStockError(f"there is no {name}")
     return cuts, zeros, tuple(computed)
 
@@ -337,33 +321,23 @@ def _cut(
     Raises:
         NotStockError: It is no such table; or layers that share it keep different heads.
     """
-    differing = [d for d, (a, b) in enumerate(zip(tensor.shape, shape, strict=False)) if a != b]
     why = f"{name} is {list(shape)}, in the pruned model {list(tensor.shape)}"
-    if len(differing) != 1 or tensor.ndim != len(shape):
+    dims = [d for d, (a, b) in enumerate(zip(tensor.shape, shape, strict=False)) if a != b]
+    # Modules that take the kept heads' part of something for all heads: name -> (heads, which are kept).
+    takers = {}
+    for module, entry in structure["modules"].items():
+        for kind in {"position_bias", "arguments"} & entry.get("carried", {}).keys():
+            data = entry["carried"][kind]
+            takers[module] = data["num_heads"], from_ranges(data["kept"])
+    if len(dims) != 1 or tensor.ndim != len(shape) or not takers:
         raise NotStockError(why)
-    dim, kept = differing[0], _kept_heads(structure)
-    owner, beneath = name, list[str]()
-    while not beneath and owner:
-        owner = owner.rpartition(".")[0]
-        beneath = [m for m in kept if f"{m}.".startswith(f"{owner}." if owner else "")]
-    kinds = {pattern(m) for m in beneath}
-    sharing = [m for m in kept if pattern(m) in kinds]
-    tables = sum(pattern(n) == pattern(name) for n in like.state_dict())
-    takers = beneath if tables == len(sharing) else sharing
-    taken = {kept[m] for m in takers}
-    if len(taken) > 1:
-        raise NotStockError(f"{name} is shared by {len(takers)} layers, and they keep different heads")
-    for heads, indices in taken:
-        if heads == tensor.shape[dim] and len(indices) == shape[dim]:
-            return dim, indices
-    raise NotStockError(why)
-
-
-def _kept_heads(structure: Structure) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Modules that take the kept heads' part of something for all heads: name -> (heads, which are kept)."""
-    heads = {}
-    for name, entry in structure["modules"].items():
-        for kind in ("position_bias", "arguments"):
-            if (data := entry.get("carried", {}).get(kind)) is not None:
-                heads[name] = data["num_heads"], from_ranges(data["kept"])
-    return heads
+    nearest = max(takers, key=lambda module: len(commonprefix([module, name])))  # noqa: RUF071 (names, no paths)
+    sharing = [module for module in takers if pattern(module) == pattern(nearest)]
+    if sum(pattern(each) == pattern(name) for each in like.state_dict()) == len(sharing):  # each layer has its own
+        sharing = [nearest]
+    if len({takers[module] for module in sharing}) > 1:
+        raise NotStockError(f"{name} is shared by {len(sharing)} layers, and they keep different heads")
+    heads, kept = takers[nearest]
+    if (heads, len(kept)) != (tensor.shape[dims[0]], shape[dims[0]]):
+        raise NotStockError(why)
+    return dims[0], kept

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
+from headprune.cli.options import takes_options
 from headprune.cli.session import fail, hush, run
+from headprune.errors import HeadPruneError
 
 RETIRED = {
     "--examples": "A method's settings follow its name: -m ablation:examples=64.",
@@ -32,62 +34,38 @@ RETIRED = {
 
 
 class Commands(typer.core.TyperGroup):
-    """All commands.
+    """All commands, and what is said of a mistake in how one is called: a JSON document too, where one was asked for."""
 
-    A mistake in how one is called is a JSON document too, where one was asked for, and a retired option or command is one line that says what
-    to type instead.
-    """
-
-    def invoke(self, ctx: Any) -> Any:
+    def main(self, args: Any = None, *more: Any, **extra: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            code = super().main(args, *more, **{**extra, "standalone_mode": False})
         except Exception as error:  # typer has its own copy of click's errors
-            name = getattr(error, "option_name", None)
-            if name not in RETIRED:
-                raise
-        return _refuse_retired(name, ctx.meta["as_json"])
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta["as_json"] = "--json" in args
-        return super().parse_args(ctx, args)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in RETIRED:
-            _refuse_retired(args[0], ctx.meta["as_json"])
-        return super().resolve_command(ctx, args)
-
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
-        given = sys.argv[1:] if args is None else list(args)
-        if not standalone_mode or "--json" not in given:
-            return super().main(args, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
-        try:
-            code = super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
-        except Exception as error:
             if not hasattr(error, "format_message"):
                 raise
-            from headprune.app.console import Console
-
-            message = error.format_message().rstrip(".") + "."  # click's own come without one, or with
-            fail(Console(as_json=True), message, "`headprune COMMAND --help` lists what it takes.")
-            code = getattr(error, "exit_code", 2)
+            code = _say_misused(error, sys.argv[1:] if args is None else list(args))
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _refuse_retired(name: str, as_json: bool) -> None:
-    """Say what to type instead of an option or a command that there is no longer, and end with a usage error's code."""
+def _say_misused(error: Any, words: Sequence[str]) -> Any:
+    """Say what is wrong with a command as it was typed; the exit status.
+
+    A retired option or command is one line that says what to type instead. An option is looked up only where its command has none of that name.
+    """
     from headprune.app.console import Console
 
-    typed = name if name.startswith("-") else f"`headprune {name}`"
-    fail(Console(as_json=as_json), f"{typed} is gone.", RETIRED[name])
-    raise typer.Exit(2)
+    console = Console(as_json="--json" in words)
+    name = error.option_name if hasattr(error, "possibilities") else next(iter(words), "")  # no such option, or command
+    if name in RETIRED:
+        typed = name if name.startswith("-") else f"`headprune {name}`"
+        fail(console, HeadPruneError(f"{typed} is gone.", RETIRED[name]))
+    elif console.as_json:
+        message = f"{error.format_message().rstrip('.')}."
+        fail(console, HeadPruneError(message, "`headprune COMMAND --help` lists what it takes."))
+    else:
+        from typer.rich_utils import rich_format_error
+
+        rich_format_error(error)
+    return error.exit_code
 
 
 app = typer.Typer(
@@ -103,6 +81,11 @@ app = typer.Typer(
     "    headprune prune --keep 50%                                      # prune what was scored, measure, save\n\n"
     "    headprune prune --target-latency 80%                            # the same, to a time on this device",
 )
+
+
+def command(example: str, *, shared: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function (`takes_options`); ``shared`` as for `session`."""
+    return lambda function: app.command(epilog=f"Example: {example}")(takes_options(function, shared))
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,52 +10,49 @@ from typing import Annotated
 import typer
 
 from headprune.cli import tables
-from headprune.cli.app import app
-from headprune.cli.options import Manner, takes_options
-from headprune.cli.session import session
+from headprune.cli.app import command
+from headprune.cli.options import Console, Device, Overwrite
 
 
-@app.command(epilog="Example: `headprune demo`")
-@takes_options
+@command("`headprune demo`")
 def demo(
-    manner: Manner,
+    console: Console,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder [reports/demo].")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the run folder.")] = False,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
 ) -> None:
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/demo/."""
-    with session(manner) as console:
-        import torch
+    import torch
 
-        from headprune.app import demo as room
-        from headprune.app import runs, workflow
-        from headprune.app.folders import Folder, claimed, key_of
-        from headprune.app.options import DataOptions, LoadOptions
-        from headprune.budgets import budget_of
-        from headprune.options import SearchOptions
-        from headprune.scoring import DEFAULT_METHODS
+    from headprune.app import demo as room
+    from headprune.app import runs, workflow
+    from headprune.app.folders import Folder, claimed, key_of
+    from headprune.app.options import DataOptions, LoadOptions
+    from headprune.budgets import budget_of
+    from headprune.options import SearchOptions
+    from headprune.scoring import DEFAULT_METHODS
 
-        key = key_of("demo", output, device, overwrite)
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # the matrices are so small that threads wait for one another most of the time
-        folder = runs.RunFolder(output or room.REPORT)
-        if room.was_run(folder) and not overwrite:
-            console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
-            tables.print_document(console, folder)
-            return
-        # reports/demo belongs to the demo, so it may be replaced.
-        choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
-        with claimed(choose, key, runs.command_line(), say=console.say) as folder:
-            with (
-                Folder(room.HOME).locked(runs.command_line()),
-                console.track("training a ViT on digits, once, for about 20 seconds") as progress,
-            ):
-                model, data, accuracy = room.prepare(room.HOME, progress)
-            console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
-            options = workflow.Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
-            search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
-            config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
-            workflow.prune_run(config, folder, console)
-            room.remember(folder)
-        tables.print_scores(console, folder.read_scores())
-        tables.print_pruned(console, folder)
+    key = key_of("demo", output, device, overwrite)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # the matrices are so small that threads wait for one another most of the time
+    folder = runs.RunFolder(output or room.REPORT)
+    if room.was_run(folder) and not overwrite:
+        console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
+        tables.print_document(console, folder)
+        return
+    # reports/demo belongs to the demo, so it may be replaced.
+    choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
+    with claimed(choose, key, runs.command_line(), say=console.say) as folder:
+        with (
+            Folder(room.HOME).locked(runs.command_line()),
+            console.track("training a ViT on digits, once, for about 20 seconds") as progress,
+        ):
+            model, data, accuracy = room.prepare(room.HOME, progress)
+        console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
+        options = workflow.Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
+        search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
+        config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
+        workflow.prune_run(config, folder, console)
+        room.remember(folder)
+    tables.print_scores(console, folder.read_scores())
+    tables.print_pruned(console, folder)

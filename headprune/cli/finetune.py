@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +10,12 @@ import typer
 
 from headprune.app.options import DataOptions, FinetuneOptions, LoadOptions, Mixture, Options
 from headprune.cli import tables
-from headprune.cli.app import app
-from headprune.cli.options import Manner, Task, Trust, Typed, takes_options
-from headprune.cli.session import session
+from headprune.cli.app import command
+from headprune.cli.options import Console, Device, Overwrite, Task, Trust, Typed, over
 from headprune.errors import HeadPruneError
 
 
-@app.command(epilog="Example: `headprune finetune reports/MODEL-1/pruned-36`, after `headprune prune --keep 36`")
-@takes_options
+@command("`headprune finetune reports/MODEL-1/pruned-36`, after `headprune prune --keep 36`", shared=True)
 def finetune(
     pruned: Annotated[
         Path, typer.Argument(metavar="PRUNED", help="A folder headprune saved, or a run folder that contains one.")
@@ -25,7 +23,7 @@ def finetune(
     training: FinetuneOptions,
     mixture: Mixture,
     data: DataOptions,
-    manner: Manner,
+    console: Console,
     typed: Typed,
     teacher: Annotated[
         str | None,
@@ -35,7 +33,7 @@ def finetune(
         int | None, typer.Option(min=1, help="Examples to train on, at most [all].", rich_help_panel="Data")
     ] = None,
     task: Task = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="To train in: float32 or bfloat16.")] = "float32",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the trained model [PRUNED-finetuned].")
@@ -46,28 +44,27 @@ def finetune(
             "--no-resume", help="Do not continue an interrupted run: start again.", rich_help_panel="Training"
         ),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")] = False,
+    overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Train a pruned model, with distillation from the dense one, and measure all three."""
-    with session(manner, shared=True) as console:
-        from headprune.app import finetune_run as room
-        from headprune.app.sources import pruned_in
+    from headprune.app import finetune_run as room
+    from headprune.app.report.cards import finetune_table
+    from headprune.app.sources import pruned_in
 
-        training = replace(training, mixture=mixture)
-        training.check()  # before it is looked whether the folder is one
-        source = pruned_in(pruned)
-        loading = LoadOptions(task, device, dtype, trust_remote_code)
-        options = _options(source, data, loading, teacher, typed)
-        output = output or source.with_name(f"{source.name}-finetuned")
-        folder, record = room.finetune_run(
-            room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume),
-            console,
-        )
-        tables.print_finetuned(console, record)
-        console.result(f"\nReport: {folder / room.REPORT}\nModel:  {folder}")
-        tables.print_loading(console, folder)
-        console.document({"folder": str(folder), **record.to_json()})
+    training = replace(training, mixture=mixture)
+    training.check()  # before it is looked whether the folder is one
+    source = pruned_in(pruned)
+    loading = LoadOptions(task, device, dtype, trust_remote_code)
+    options = _options(source, data, loading, teacher, typed)
+    output = output or source.with_name(f"{source.name}-finetuned")
+    folder, record = room.finetune_run(
+        room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume), console
+    )
+    tables.print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
+    console.result(f"Training: {record.changes['gain'].verdict}.\n\nReport: {folder / room.REPORT}\nModel:  {folder}")
+    tables.print_loading(console, folder)
+    console.document({"folder": str(folder), **record.to_json()})
 
 
 def _options(source: Path, data: DataOptions, loading: LoadOptions, teacher: str | None, typed: Typed) -> Options:
@@ -91,6 +88,6 @@ def _options(source: Path, data: DataOptions, loading: LoadOptions, teacher: str
     before = Options("", DataOptions()) if run is None else run.options
     if teacher is None and split_revision(before.model)[0] == model:
         model = before.model  # with its revision
-    own = {f.name: getattr(data, f.name) for f in fields(data) if f.name in typed - {"seed"}}  # that is the training's
     device = before.loading.device if loading.device == "auto" else loading.device
-    return Options(model, replace(before.data, **own), replace(loading, task=task, device=device))
+    own = over(before.data, data, typed - {"seed"})  # that is the training's
+    return Options(model, own, replace(loading, task=task, device=device))

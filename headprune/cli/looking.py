@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,51 +12,37 @@ import typer
 
 from headprune.app.options import DataOptions, LoadOptions
 from headprune.cli import tables
-from headprune.cli.app import app
-from headprune.cli.options import Manner, Model, Seed, Typed, numbers_in, takes_options
-from headprune.cli.session import session
+from headprune.cli.app import command
+from headprune.cli.options import Console, Model, Seed, Typed, numbers_in
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from headprune.app.console import Console
     from headprune.app.documents import Heads
-    from headprune.app.models import LoadedModel
 
 _PICTURES = (".png", ".svg", ".pdf")
 _LIMIT = 64
 
 
-@app.command(epilog="Example: `headprune inspect openai-community/gpt2`")
-@takes_options
-def inspect(
-    model: Model,
-    loading: LoadOptions,
-    manner: Manner,
-) -> None:
+@command("`headprune inspect openai-community/gpt2`")
+def inspect(model: Model, loading: LoadOptions, console: Console) -> None:
     """List a model's attention layers, heads and groups, and what can be pruned."""
-    with session(manner) as console:
-        from headprune.app.models import dummy_input, load_model
-        from headprune.trace import find_attention
+    from headprune.app.models import dummy_input, load_model
+    from headprune.trace import find_attention
 
-        loaded = load_model(model, loading, with_processor=False, any_task=True)
-        for note in loaded.notes:
-            console.say(note)
-        layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
-        tables.print_layers(console, type(loaded.model).__name__, layers)
-        console.document({"model": model, "layers": [layer.to_json() for layer in layers]})
+    loaded = load_model(model, loading, with_processor=False, any_task=True)
+    for note in loaded.notes:
+        console.say(note)
+    layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
+    tables.print_layers(console, type(loaded.model).__name__, layers)
+    console.document({"model": model, "layers": [layer.to_json() for layer in layers]})
 
 
-@app.command(
-    epilog='Example: `headprune show openai-community/gpt2 --text "When Mary and John went to the store, John gave"`'
-)
-@takes_options
+@command('`headprune show openai-community/gpt2 --text "When Mary and John went to the store, John gave"`')
 def show(
     model: Model,
     data: DataOptions,
     loading: LoadOptions,
-    manner: Manner,
+    console: Console,
     typed: Typed,
     text: Annotated[str | None, typer.Option("--text", "-t", help="A text to look at.")] = None,
     image: Annotated[Path | None, typer.Option(help="An image file to look at.")] = None,
@@ -66,30 +53,33 @@ def show(
     seed: Seed = 0,
 ) -> None:
     """Show what every head attends to: on a text or an image, and with a dataset what each does on average."""
-    with session(manner) as console:
-        _check(text, image, data, output)
-        from headprune.app.models import dummy_input, load_model
-        from headprune.app.seeing import look_at, of_image, of_text
-        from headprune.trace import find_attention
+    _check_shown(text, image, data, output)
+    from headprune.app.data import load_parts
+    from headprune.app.models import dummy_input, load_model
+    from headprune.app.seeing import look, look_at, of_image, of_text
+    from headprune.trace import find_attention
 
-        loaded = load_model(model, loading, any_task=True)
-        for note in loaded.notes:
-            console.say(note)
-        heads = None
-        if data.dataset:
-            limits: dict[str, Any] = {name: _LIMIT for name in ("limit", "report_limit") if name not in typed}
-            heads = _over_data(loaded, replace(data, seed=seed, **limits), console)
-        if text is not None or image is not None:
-            given = of_text(loaded, text) if text is not None else of_image(loaded, image or Path())
-            layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
-            with console.track("looking"):
-                one = look_at(loaded, given, layers, seed)
-            heads = one if heads is None else replace(heads, samples=one.samples)
-        assert heads is not None
-        _print(heads, head, output, bool(data.dataset), console)
+    loaded = load_model(model, loading, any_task=True)
+    for note in loaded.notes:
+        console.say(note)
+    heads: Heads | None = None
+    if data.dataset:
+        limits: dict[str, Any] = {name: _LIMIT for name in ("limit", "report_limit") if name not in typed}
+        part = load_parts(replace(data, seed=seed, **limits), loaded, labelled=False).score
+        layers = find_attention(loaded.model, next(part.batches(2)))
+        with console.track("looking"):
+            heads = look(loaded, part, layers, seed)
+    if text is not None or image is not None:
+        given = of_text(loaded, text) if text is not None else of_image(loaded, image or Path())
+        layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
+        with console.track("looking"):
+            one = look_at(loaded, given, layers, seed)
+        heads = replace(heads, samples=one.samples) if heads else one
+    assert heads is not None
+    _print_heads(heads, head, output, console)
 
 
-def _check(text: str | None, image: Path | None, data: DataOptions, output: Path | None) -> None:
+def _check_shown(text: str | None, image: Path | None, data: DataOptions, output: Path | None) -> None:
     """Refuse what cannot be shown, before anything is loaded."""
     if text is None and image is None and not data.dataset:
         raise HeadPruneError("There is nothing to look at.", 'Give --text "…", --image FILE or --dataset DATA.')
@@ -103,18 +93,8 @@ def _check(text: str | None, image: Path | None, data: DataOptions, output: Path
         raise HeadPruneError(f"There is no folder {output.parent}.", "Make it, or choose another.")
 
 
-def _over_data(loaded: LoadedModel, data: DataOptions, console: Console) -> Heads:
-    from headprune.app.data import load_parts
-    from headprune.app.seeing import look
-    from headprune.trace import find_attention
-
-    parts = load_parts(data, loaded, labelled=False)
-    layers = find_attention(loaded.model, next(parts.score.batches(2)))
-    with console.track("looking"):
-        return look(loaded, parts.score, layers, data.seed)
-
-
-def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, console: Console) -> None:
+def _print_heads(heads: Heads, head: str | None, output: Path | None, console: Console) -> None:
+    """All heads, or one of them, in the last sample and on average; ``output`` is a picture of the same."""
     from headprune.app.pictures import save
     from headprune.app.seeing import head_named, layer_of
     from headprune.app.seeing.pictures import figure_of_all, figure_of_head
@@ -122,44 +102,38 @@ def _print(heads: Heads, head: str | None, output: Path | None, profiled: bool, 
 
     sample = heads.samples[-1] if heads.samples else None
     colours = console.out.color_system is not None
-    document: dict[str, Any] = heads.to_json()
     what = f"{heads.examples} example{'s' * (heads.examples != 1)}, {heads.tokens} {heads.unit}"
-    if head is not None:
+    document: dict[str, Any] = heads.to_json()
+    draw: Callable[[], Any] | None = None
+    if head is None:
+        if sample is not None:
+            console.show(all_heads(heads, sample, console.out.width, colours))
+            draw = partial(figure_of_all, heads, sample)
+        if heads.examples > 1:
+            console.show(role_table(heads))
+        roles = "\n".join(role_counts(heads))
+        console.result(f"\nRoles on {what}; docs/heads.md says when a head has one:\n{roles}")
+        for unseen in filter(None, (layer.unseen for layer in heads.layers)):
+            console.say(unseen)
+    else:
         layer, number = head_named(heads, head)
-        profile = layer.heads[number]
-        name = f"L{layer.index}.H{number}"
+        profile, name = layer.heads[number], f"L{layer.index}.H{number}"
+        document = {"head": name, **vars(profile)}
         console.result(f"{name} ({layer.name}): {profile.role}: {profile.because} ({what}).")
         console.show(figures_of(profile))
         seen = layer_of(sample, layer.index) if sample is not None else None
         if sample is not None and seen is not None:
             console.show(one_head(sample, seen, number, colours))
-            if output is not None:
-                save(figure_of_head(sample, seen, number, f"{name}: {profile.role}"), output)
-        elif output is not None:
-            raise HeadPruneError(f"There is no sample of {name} to draw.", "Give --text or --image.")
-        document = {"head": name, **{f: getattr(profile, f) for f in profile.__dataclass_fields__}}
-    else:
-        if sample is not None:
-            console.show(all_heads(heads, sample, console.out.width, colours))
-            if output is not None:
-                save(figure_of_all(heads, sample), output)
-        elif output is not None:
-            raise HeadPruneError("There is no sample to draw.", "Give --text or --image.")
-        if profiled:
-            console.show(role_table(heads))
-        console.result(f"\nRoles on {what}; docs/heads.md says when a head has one:")
-        for line in role_counts(heads):
-            console.result(line)
-        for layer in heads.layers:
-            if layer.unseen:
-                console.say(layer.unseen)
+            draw = partial(figure_of_head, sample, seen, number, f"{name}: {profile.role}")
     if output is not None:
+        if draw is None:
+            raise HeadPruneError("There is no sample to draw.", "Give --text or --image.")
+        save(draw(), output)
         console.result(f"\nPicture: {output}")
     console.document(document)
 
 
-@app.command(epilog="Example: `headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
-@takes_options
+@command("`headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
 def bench(
     dense: Annotated[
         str,
@@ -167,28 +141,27 @@ def bench(
     ],
     pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="The other model.")],
     loading: LoadOptions,
-    manner: Manner,
+    console: Console,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",
     lengths: Annotated[str, typer.Option(help="Tokens; comma-separated, for texts.")] = "32,128",
 ) -> None:
     """Time two models in turn, and say where the first one's time goes; or two files that `headprune export` wrote, in their engine."""
-    with session(manner) as console:
-        from headprune.exporting import bench_files, is_exported
+    from headprune.exporting import bench_files, is_exported
 
-        sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
-        files = {"dense": Path(dense), "pruned": Path(pruned)}
-        exported = [is_exported(file) for file in files.values()]
-        if not any(exported):
-            _bench_models(dense, pruned, loading, sizes, tokens, console)
-            return
-        if not all(exported):
-            raise HeadPruneError(
-                f"Only one of {dense} and {pruned} is for another engine.", "Export both, or compare two models."
-            )
-        with console.track("timing") as progress:
-            rows = bench_files(files, sizes, tokens, progress=progress)
-        tables.print_latency(console, rows)
-        console.document({"rows": [row.to_json() for row in rows]})
+    sizes, tokens = numbers_in("--batch-sizes", batch_sizes), numbers_in("--lengths", lengths)
+    files = {"dense": Path(dense), "pruned": Path(pruned)}
+    exported = [is_exported(file) for file in files.values()]
+    if not any(exported):
+        _bench_models(dense, pruned, loading, sizes, tokens, console)
+        return
+    if not all(exported):
+        raise HeadPruneError(
+            f"Only one of {dense} and {pruned} is for another engine.", "Export both, or compare two models."
+        )
+    with console.track("timing") as progress:
+        rows = bench_files(files, sizes, tokens, progress=progress)
+    tables.print_times(console, rows)
+    console.document({"rows": [row.to_json() for row in rows]})
 
 
 def _bench_models(
@@ -223,40 +196,26 @@ def _bench_models(
         console.say(f"Where the time goes is not known: {error.args[0]}")
     generation = results.time_generation(models, inputs[: len(sizes)], console)
     before, after = (latency.parameters(loaded.model) for loaded in (first, second))
-    tables.print_latency(console, rows)
+    tables.print_times(console, rows, parts, generation)
     console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")
-    tables.print_time(console, parts, rows)
-    tables.print_generation(console, generation)
-    tables_of = {"rows": rows, "time": parts, "generation": generation}
-    console.document({name: documents.to_json(list(each), list[Any]) for name, each in tables_of.items() if each})
+    measured = {"rows": rows, "time": parts, "generation": generation}
+    console.document({name: documents.to_json(list(each), list[Any]) for name, each in measured.items() if each})
 
 
-@app.command(epilog="Example: `headprune score MODEL -d DATASET --method fisher --method random`")
-@takes_options
-def methods(manner: Manner) -> None:
+@command("`headprune score MODEL -d DATASET --method fisher --method random`")
+def methods(console: Console) -> None:
     """List the scoring methods, each with its unit, the planning strategies, and the formats of `headprune export`."""
-    with session(manner) as console:
-        from headprune.exporting import FORMATS
-        from headprune.planning import STRATEGIES
-        from headprune.scoring import METHODS
+    from headprune.app.report.content import Table
+    from headprune.exporting import FORMATS
+    from headprune.planning import abouts
+    from headprune.scoring import METHODS
 
-        methods = [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()]
-        strategies = [{"name": s.name, "about": s.about} for s in STRATEGIES.values()]
-        formats = [{"name": f.name, "about": f.about} for f in FORMATS.values()]
-        console.show(_table(methods, "method", "what it is", "unit"))
-        console.result("")
-        console.show(_table(strategies, "strategy", "how heads are picked by their scores"))
-        console.result("")
-        console.show(_table(formats, "format", "what `headprune export --to` writes"))
-        console.document({"methods": methods, "strategies": strategies, "formats": formats})
-
-
-def _table(rows: list[dict[str, str]], *columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row.values())
-    return table
+    lists = {
+        "methods": [{"name": m.name, "about": m.about, "unit": m.unit} for m in METHODS.values()],
+        "strategies": [{"name": name, "about": about} for name, about in abouts().items()],
+        "formats": [{"name": f.name, "about": f.about} for f in FORMATS.values()],
+    }
+    titles = ("Scoring methods", "Strategies: how heads are picked", "Formats of `headprune export --to`")
+    for title, rows in zip(titles, lists.values(), strict=True):
+        tables.print_table(console, title, Table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
+    console.document(lists)

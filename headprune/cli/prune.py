@@ -10,64 +10,64 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headprune.app.options import DataOptions, LoadOptions
-from headprune.cli import options as given
 from headprune.cli import tables
-from headprune.cli.app import app
-from headprune.cli.options import Budgets, Distil, Manner, Seed, Typed, Writing, takes_options
-from headprune.cli.session import session
+from headprune.cli.app import command
+from headprune.cli.options import Budgets, Console, Distil, Seed, Typed, Writing, known_methods, options_of
 from headprune.errors import HeadPruneError, ScoresError
-from headprune.options import Flag, SearchOptions
+from headprune.options import SearchOptions
 
 if TYPE_CHECKING:
-    from headprune.app.console import Console
     from headprune.app.runs import RunFolder
     from headprune.app.workflow import PruneConfig
     from headprune.plans import PruningPlan
+
+_repair = partial(typer.Option, rich_help_panel="Repair")
 
 
 @dataclass(frozen=True)
 class More:
     """The options that only `prune` has."""
 
-    no_repair: Annotated[bool, Flag("Leave the kept heads' weights as they were.", panel="Repair")] = False
+    no_repair: Annotated[bool, _repair("--no-repair", help="Leave the kept heads' weights as they were.")] = False
     finetune: Annotated[
-        float, Flag("Train afterwards, with distillation from the dense model.", metavar="EPOCHS", panel="Repair")
+        float,
+        _repair(metavar="EPOCHS", help="Train afterwards, with distillation from the dense model.", show_default=False),
     ] = 0.0
     also: Annotated[
         tuple[str, ...],
-        Flag(
-            "A second dataset to measure the dense and pruned models on; nothing is fitted to it. Repeatable [for language models a small "
-            "English text].",
-            panel="Data",
+        typer.Option(
+            help="A second dataset to measure the dense and pruned models on; nothing is fitted to it. Repeatable [for language models a "
+            "small English text].",
+            rich_help_panel="Data",
         ),
     ] = ()
-    scores: Annotated[Path | None, Flag("Scores to use: a run folder or its scores.json.")] = None
+    scores: Annotated[Path | None, typer.Option(help="Scores to use: a run folder or its scores.json.")] = None
     export: Annotated[
         tuple[str, ...],
-        Flag(
-            "Write the pruned models for another engine too, as `headprune export` does; onnx and openvino are timed there. Repeatable.",
+        typer.Option(
             metavar="FORMAT",
+            help="Write the pruned models for another engine too, as `headprune export` does; onnx and openvino are timed there. Repeatable.",
         ),
     ] = ()
     method: Annotated[
         tuple[str, ...],
-        Flag(
-            "Scores to plan by; repeatable [all that there are; where there are none, heads are scored by gradient, which "
+        typer.Option(
+            "--method",
+            "-m",
+            help="Scores to plan by; repeatable [all that there are; where there are none, heads are scored by gradient, which "
             "is enough for auto, or by ablation and gradient for another --strategy].",
-            short="-m",
         ),
     ] = ()
 
 
-@app.command(epilog="Example: `headprune prune --keep 36`, after `headprune score`")
-@takes_options
+@command("`headprune prune --keep 36`, after `headprune score`", shared=True)
 def prune(
     budgets: Budgets,
     search: SearchOptions,
     data: DataOptions,
     loading: LoadOptions,
     writing: Writing,
-    manner: Manner,
+    console: Console,
     more: More,
     typed: Typed,
     model: Annotated[
@@ -77,42 +77,43 @@ def prune(
     seed: Seed = 0,
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
-    with session(manner, shared=True) as console:
-        from headprune.app.folders import key_of
-        from headprune.app.workflow import PruneConfig
+    from headprune.app.folders import key_of
+    from headprune.app.workflow import PruneConfig
+    from headprune.planning import check_strategy
+    from headprune.planning.strategies import effort_named
 
-        key = key_of("prune", budgets, search, data, loading, writing.place, model, more, distil, seed)
-        if "finetune" in typed and not 0 < more.finetune < float("inf"):
-            raise HeadPruneError(f"--finetune {more.finetune:g} is no number of epochs.", "Give 1, or a fraction.")
-        wanted = budgets.parse()
-        plan = _read_plan(budgets.plan, typed)
-        methods = given.known_methods(more.method)
-        search = given.checked(replace(search, budgets=wanted, repair=not more.no_repair))
-        # A plan needs no scores, so none are looked for if it is said what to prune and measure on.
-        source = None
-        if more.scores or not (plan and model):
-            source = given.source_of(model, more.scores, writing.output, console)
+    key = key_of("prune", budgets, search, data, loading, writing.place, model, more, distil, seed)
+    if "finetune" in typed and not 0 < more.finetune < float("inf"):
+        raise HeadPruneError(f"--finetune {more.finetune:g} is no number of epochs.", "Give 1, or a fraction.")
+    search = replace(search, budgets=budgets.parse(), repair=not more.no_repair)
+    plan = _read_plan(budgets.plan, typed)
+    methods = known_methods(more.method)
+    check_strategy(search.strategy)
+    effort_named(search.effort)
+    # A plan needs no scores, so none are looked for if it is said what to prune and measure on.
+    searched = bool(more.scores or not (plan and model))
+    source = _source_of(model, more.scores, writing.output, console) if searched else None
 
-        def configure(source: RunFolder | None) -> PruneConfig:
-            """What was asked for, with the scores of a run or with new ones."""
-            extra: dict[str, Any] = {"seed": seed, **({"distil": True} if distil else {})}
-            extra |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
-            options = given.options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
-            return PruneConfig(
-                options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), more.finetune, methods, source,
-                more.export,
-            )  # fmt: skip
+    def configure(source: RunFolder | None) -> PruneConfig:
+        """What was asked for, with the scores of a run or with new ones."""
+        extra: dict[str, Any] = {"seed": seed, **({"distil": True} if distil else {})}
+        extra |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
+        options = options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
+        return PruneConfig(
+            options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), more.finetune, methods, source,
+            more.export,
+        )  # fmt: skip
 
-        try:
-            folder = _run(configure(source), writing, distil, key, console)
-        except ScoresError as error:
-            if source is None or more.scores is not None or model is None or not data.dataset:
-                raise
-            # The command says all that is needed without them.
-            console.say(f"The scores in {source.path} are left aside. {error.args[0]}")
-            folder = _run(configure(None), writing, distil, key, console)
-        if folder is not None:
-            tables.print_pruned(console, folder)
+    try:
+        folder = _run(configure(source), writing, distil, key, console)
+    except ScoresError as error:
+        if source is None or more.scores is not None or model is None or not data.dataset:
+            raise
+        # The command says all that is needed without them.
+        console.say(f"The scores in {source.path} are left aside. {error.args[0]}")
+        folder = _run(configure(None), writing, distil, key, console)
+    if folder is not None:
+        tables.print_pruned(console, folder)
 
 
 def _read_plan(file: Path | None, typed: Typed) -> PruningPlan | None:
@@ -125,12 +126,41 @@ def _read_plan(file: Path | None, typed: Typed) -> PruningPlan | None:
 
     if file is None:
         return None
-    if useless := [
-        name for name in ("strategy", "protect", "min_heads_per_layer", "effort", "method") if name in typed
-    ]:
-        flag = f"--{useless[0].replace('_', '-')}"
-        raise HeadPruneError(f"--plan says which heads go, so {flag} has no use.", f"Leave out {flag}.")
+    for name in ("strategy", "protect", "min_heads_per_layer", "effort", "method"):
+        if name in typed:
+            flag = f"--{name.replace('_', '-')}"
+            raise HeadPruneError(f"--plan says which heads go, so {flag} has no use.", f"Leave out {flag}.")
     return PruningPlan.load(file)
+
+
+def _source_of(model: str | None, scores: Path | None, output: Path | None, console: Console) -> RunFolder | None:
+    """The run whose scores are used, if any.
+
+    Raises:
+        HeadPruneError: There is no such run; there are no scores, and no model was named.
+    """
+    from headprune.app.runs import REPORTS, RunFolder, newest_scores
+
+    if scores is not None:
+        folder = RunFolder(scores if scores.is_dir() else scores.parent)
+        if not scores.exists() or scores not in (folder.path, folder.scores_path):
+            raise HeadPruneError(
+                f"There is no file or folder {scores}."
+                if not scores.exists()
+                else f"{scores} is not a run's scores.json.",
+                "Pass a run folder, or its scores.json.",
+            )
+        folder.read_scores()
+        return folder
+    newest = newest_scores(output, model)
+    if newest is not None:
+        console.say(f"Using the scores in {newest.path}")
+    elif model is None:
+        raise HeadPruneError(
+            f"There are no scores in {output or REPORTS}.",
+            "Run `headprune score MODEL -d DATASET` first, or name a MODEL.",
+        )
+    return newest
 
 
 def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console: Console) -> RunFolder | None:
@@ -139,12 +169,12 @@ def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console:
     from headprune.app.folders import claimed
     from headprune.searching import methods_for
 
-    given.refuse_unused(config, distil)
+    _refuse_unused(config, distil)
     if config.source is None and config.uses_scores and not config.methods:
         config = replace(config, methods=methods_for(config.search.strategy))
         if config.methods:
-            console.say(given.scores_first(config.search.strategy, config.methods))
-    choose = partial(given.prune_folder, config.source, writing.output, config.options.model, writing.overwrite, key)
+            console.say(f"There are no scores yet: heads are scored by {' and '.join(config.methods)} first.")
+    choose = partial(_prune_folder, config.source, writing.output, config.options.model, writing.overwrite, key)
     if writing.dry_run:
         _dry_run(config, choose(), console)
         return None
@@ -153,20 +183,56 @@ def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console:
     return folder
 
 
+def _refuse_unused(config: PruneConfig, distil: bool) -> None:
+    """Refuse options for scoring where nothing will be scored: to ignore them would be to mislead.
+
+    Raises:
+        HeadPruneError: There is one.
+    """
+    flags = [*(["--distil"] if distil else []), *(f"--method {method}" for method in config.methods)]
+    if flags and not config.uses_scores:
+        why = "a plan says which heads go" if config.plan else f"--strategy {config.search.strategy} takes no scores"
+        raise HeadPruneError(f"{flags[0]} has no use here: {why}.", f"Leave out {flags[0]}.")
+    late = next((flag for flag in flags if flag == "--distil" or ":" in flag), None)
+    if late and config.source is not None:
+        raise ScoresError(
+            f"{late} has no use here: the scores in {config.source.path} are made already.",
+            f"Leave it out, or score anew: `headprune score` with {late}, or here with another folder by -o.",
+        )
+
+
+def _prune_folder(source: RunFolder | None, output: Path | None, model: str, overwrite: bool, key: str) -> RunFolder:
+    """Where to write: the scores' own run, unless that was pruned before, or another prune was interrupted there.
+
+    Raises:
+        HeadPruneError: That folder is taken.
+    """
+    from headprune.app.runs import choose_folder
+
+    if source is not None and output in (None, source.path, source.path.parent):
+        free = not source.pruned or overwrite or source.left_by(key)
+        if free and (output == source.path or source.command is None or source.left_by(key)):
+            return source
+        if output == source.path:
+            raise HeadPruneError(
+                f"{source.path} was pruned before.", "Choose another folder with -o, or add --overwrite."
+            )
+        output = None
+    return choose_folder(output, Path(model.rstrip("/")).name, overwrite, key)
+
+
 def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
     """What would be done; nothing is written."""
     from headprune.app import workflow
 
     if config.source is None and config.needs_scores:
         scene = workflow.open_to_prune(config, [], console)
-        cost = workflow.cost_of_pruning(scene, config)
+        doing = f"score, then prune and write {folder.path}"
         tables.print_dry_run(
-            console, scene, config.methods, folder, f"score, then prune and write {folder.path}", cost.line
+            console, scene, config.methods, folder, doing, workflow.cost_of_pruning(scene, config).line
         )
         return
     scores, result = workflow.plan_run(config, console)
-    printed: set[str] = set()
-    for fit in result.fits:
-        tables.print_plan(console, fit, scores, printed)
+    tables.print_plans(console, result.fits, scores)
     console.document({"folder": str(folder.path), "plans": [fit.plan.to_json() for fit in result.fits]})
     console.result(f"Would prune and write {folder.path}. Nothing was written.")

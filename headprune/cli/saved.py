@@ -8,40 +8,31 @@ from typing import Annotated
 import typer
 
 from headprune.app.options import LoadOptions
-from headprune.cli.app import app
-from headprune.cli.options import Manner, Model, Task, Trust, takes_options
-from headprune.cli.session import session
+from headprune.cli.app import command
+from headprune.cli.options import Console, Model, Overwrite, Task, Trust
 from headprune.errors import HeadPruneError
 
 
-@app.command(epilog="Example: `headprune report reports/digits`")
-@takes_options
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    manner: Manner,
-) -> None:
+@command("`headprune report reports/digits`")
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")], console: Console) -> None:
     """Write a run's report.md, figures and report.html again, from its JSON documents."""
-    with session(manner) as console:
-        from headprune.app import report as room
-        from headprune.app.runs import RunFolder, command_line
+    from headprune.app import report as room
+    from headprune.app.runs import RunFolder, command_line
 
-        if not run.is_dir():
-            raise HeadPruneError(f"There is no folder {run}.", "Pass a folder that `headprune score` or `prune` wrote.")
-        folder = RunFolder(run)
-        folder.settle()
-        if not (run / "run.json").is_file():
-            raise HeadPruneError(
-                f"{run} is not a run's folder: it has no run.json.", "Pass one that `headprune score` or `prune` wrote."
-            )
-        folder.read_run()
-        with folder.locked(command_line()):
-            room.write(folder)
-        console.result(f"{folder.report_path}\n{folder.page_path}")
-        console.document({"folder": str(folder.path), "report": str(folder.report_path), "page": str(folder.page_path)})
+    folder = RunFolder(run)
+    folder.settle()
+    if not folder.run_path.is_file():
+        raise HeadPruneError(
+            f"{run} is not a run's folder: it has no run.json.", "Pass one that `headprune score` or `prune` wrote."
+        )
+    folder.read_run()
+    with folder.locked(command_line()):
+        room.write(folder)
+    console.result(f"{folder.report_path}\n{folder.page_path}")
+    console.document({"folder": str(folder.path), "report": str(folder.report_path), "page": str(folder.page_path)})
 
 
-@app.command(epilog="Example: `headprune export reports/MODEL-1/pruned-36 --to onnx`")
-@takes_options
+@command("`headprune export reports/MODEL-1/pruned-36 --to onnx`")
 def export(
     model: Model,
     to: Annotated[
@@ -51,7 +42,7 @@ def export(
             "(transformers without any option), or another of `headprune methods`."
         ),
     ],
-    manner: Manner,
+    console: Console,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file or folder [beside MODEL, with its name].")
     ] = None,
@@ -62,75 +53,68 @@ def export(
         ),
     ] = None,
     task: Task = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
     """Write a model, pruned or not, for another engine, and try it there."""
-    with session(manner) as console:
-        from headprune import exporting
-        from headprune.app.models import load_model
-        from headprune.app.sources import resolved
+    from headprune import exporting
+    from headprune.app.models import load_model
+    from headprune.app.sources import resolved
 
-        chosen = exporting.format_named(to)
-        model = resolved(model)
-        source = Path(model.rstrip("/"))
-        file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
-        exporting.check_place(file, to, dtype or "float32", overwrite)
-        loaded = load_model(
-            model, LoadOptions(task, device="cpu", trust_remote_code=trust_remote_code), any_task=True,
-            with_processor=chosen.tokenizer or None,
-        )  # fmt: skip
-        for note in loaded.notes:
-            console.say(note)
-        stored = str(loaded.stored or "float32").removeprefix("torch.")
-        console.say(f"writing {file} and trying it …")
-        done = exporting.export(
-            loaded.model,
-            file,
-            to,
-            processor=loaded.processor,
-            dtype=dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32"),
-            name=loaded.name,
-            overwrite=overwrite,
-        )
-        for note in done.notes:
-            console.say(note)
-        console.result(f"{done.path}: {done.summary}")
-        console.document(done.to_json())
+    chosen = exporting.format_named(to)
+    model = resolved(model)
+    source = Path(model.rstrip("/"))
+    file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
+    exporting.check_place(file, to, dtype or "float32", overwrite)
+    loaded = load_model(
+        model, LoadOptions(task, device="cpu", trust_remote_code=trust_remote_code), any_task=True,
+        with_processor=chosen.tokenizer or None,
+    )  # fmt: skip
+    for note in loaded.notes:
+        console.say(note)
+    stored = str(loaded.stored or "float32").removeprefix("torch.")
+    console.say(f"writing {file} and trying it …")
+    done = exporting.export(
+        loaded.model,
+        file,
+        to,
+        processor=loaded.processor,
+        dtype=dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32"),
+        name=loaded.name,
+        overwrite=overwrite,
+    )
+    for note in done.notes:
+        console.say(note)
+    console.result(f"{done.path}: {done.summary}")
+    console.document(done.to_json())
 
 
-@app.command(epilog="Example: `headprune push reports/MODEL-1/pruned-36 me/smaller --private`")
-@takes_options
+@command("`headprune push reports/MODEL-1/pruned-36 me/smaller --private`")
 def push(
     folder: Annotated[Path, typer.Argument(help="A folder that headprune saved, or a run folder that contains one.")],
     repo: Annotated[str, typer.Argument(help="The repository, user/name; it is created if it does not exist.")],
-    manner: Manner,
+    console: Console,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     trust_remote_code: Trust = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be uploaded; upload nothing.")] = False,
 ) -> None:
     """Upload a saved model to the Hugging Face Hub, with its model card. Needs `hf auth login`, or HF_TOKEN."""
-    with session(manner) as console:
-        from headprune import checkpoint
-        from headprune.app.sources import pruned_in
+    from headprune import checkpoint
+    from headprune.app.sources import pruned_in
 
-        source = pruned_in(folder)
-        if (source / "config.json").is_file():
-            checkpoint.load(
-                source, trust_remote_code=trust_remote_code
-            )  # what is damaged should not be what others get
-        if dry_run:
-            files = {p.relative_to(source).as_posix(): p.stat().st_size for p in checkpoint.files_to_upload(source)}
-            for name, size in files.items():
-                console.result(f"{size:>15,} bytes  {name}")
-            said = checkpoint.metadata(source)
-            for key in ("license", "base_model", "datasets"):
-                console.result(f"{key}: {said.get(key) or f'not in the card; add it at the top of {source}/README.md'}")
-            console.result(f"Would upload {sum(files.values()):,} bytes to {repo}. Nothing was uploaded.")
-            console.document({"folder": str(source), "repo": repo, "files": files})
-            return
-        url = checkpoint.upload(
-            source, repo, private=private or None, commit_message="Upload a model pruned by headprune"
-        )
-        console.result(url)
-        console.document({"folder": str(source), "url": url})
+    source = pruned_in(folder)
+    if (source / "config.json").is_file():
+        checkpoint.load(source, trust_remote_code=trust_remote_code)  # what is damaged should not be what others get
+    if dry_run:
+        files = {p.relative_to(source).as_posix(): p.stat().st_size for p in checkpoint.files_to_upload(source)}
+        for name, size in files.items():
+            console.result(f"{size:>15,} bytes  {name}")
+        said = checkpoint.metadata(source)
+        for key in ("license", "base_model", "datasets"):
+            console.result(f"{key}: {said.get(key) or f'not in the card; add it at the top of {source}/README.md'}")
+        console.result(f"Would upload {sum(files.values()):,} bytes to {repo}. Nothing was uploaded.")
+        console.document({"folder": str(source), "repo": repo, "files": files})
+        return
+    url = checkpoint.upload(source, repo, private=private or None, commit_message="Upload a model pruned by headprune")
+    console.result(url)
+    console.document({"folder": str(source), "url": url})

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headprune.amounts import in_line
-from headprune.cli.options import Manner
 from headprune.errors import HeadPruneError, Stopped, explained, first_line
 
 if TYPE_CHECKING:
@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 
 
 _LINGER = 0.5  # seconds that others stay when all are told to stop: who is still there was not the cause
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a command tells what it does."""
+
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The libraries' messages too, and tracebacks.")] = (
+        False
+    )
 
 
 @contextmanager
@@ -48,34 +59,29 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
     aside = redirect_stdout(sys.stderr) if manner.json else nullcontext()
     try:
         with aside:
-            _check_docstrings()
+            if session.__doc__ is None:
+                raise HeadPruneError(
+                    "This Python drops docstrings (-OO, or PYTHONOPTIMIZE=2), and transformers loads no model without its own.",
+                    "Use -O, or leave it out.",
+                )
             quieten(manner.verbose)
-            if not shared:
-                yield console
-                return
             from headprune.parallel import launcher_ranks
 
-            with launcher_ranks() as ranks:
-                if ranks.main:
+            with launcher_ranks() if shared else nullcontext() as ranks:
+                if ranks and ranks.main:
                     say_size(console, ranks.size)
                 yield console
-    except HeadPruneError as error:
-        unhush(ranks)
-        fail(console, str(error.args[0]), error.hint)
-        if manner.verbose:
-            raise
-        raise typer.Exit(1) from None
     except KeyboardInterrupt as error:
         raise typer.Exit(_say_stopped(error, console, ranks)) from None
     except (typer.Exit, SystemExit, BrokenPipeError):  # the output was closed, as behind `| head`
         raise
     except Exception as error:
-        name, known = type(error).__name__, explained(error)
-        if known is not None:
-            fail(console, str(known.args[0]), known.hint)
-        else:
-            fail(console, f"{name}: {first_line(error)}", "(unexpected; add -v for the traceback)")
-        if manner.verbose or os.environ.get("HEADPRUNE_DEBUG"):
+        known = error if isinstance(error, HeadPruneError) else explained(error)
+        if known is error:
+            unhush(ranks)
+        unexpected = f"{type(error).__name__}: {first_line(error)}"
+        fail(console, known or HeadPruneError(unexpected, "(unexpected; add -v for the traceback)"))
+        if manner.verbose or (known is not error and os.environ.get("HEADPRUNE_DEBUG")):
             raise
         raise typer.Exit(1) from None
 
@@ -88,10 +94,10 @@ def _say_stopped(error: KeyboardInterrupt, console: Console, ranks: Any) -> int:
     elif ranks is not None and (gone := ranks.find_lost()):  # torchrun stops the others then
         from headprune.parallel import LostRankError
 
-        lost = LostRankError(gone)
-        fail(console, str(lost.args[0]), lost.hint)
+        fail(console, LostRankError(gone))
         return 1
-    fail(console, "interrupted." if stopped.status == Stopped().status else "terminated.", stopped.hint)
+    what = "interrupted." if stopped.status == Stopped().status else "terminated."
+    fail(console, HeadPruneError(what, stopped.hint))
     return stopped.status
 
 
@@ -143,19 +149,6 @@ def say_size(console: Console, size: int) -> None:
         )
 
 
-def _check_docstrings() -> None:
-    """Refuse a Python that drops docstrings: transformers reads its own, and no model of it would load.
-
-    Raises:
-        HeadPruneError: It does.
-    """
-    if session.__doc__ is None:
-        raise HeadPruneError(
-            "This Python drops docstrings (-OO, or PYTHONOPTIMIZE=2), and transformers loads no model without its own.",
-            "Use -O, or leave it out.",
-        )
-
-
 def quieten(verbose: bool) -> None:
     """Keep the libraries' bars and warnings off the screen."""
     # Notebooks set it for their own process to a backend that headprune's environment may not have; pictures are files here.
@@ -181,19 +174,15 @@ def quieten(verbose: bool) -> None:
     datasets.disable_progress_bars()
 
 
-def fail(console: Console, message: str, hint: str) -> None:
+def fail(console: Console, error: HeadPruneError) -> None:
     """Say what is wrong: a line on stderr, and the document if one was asked for."""
-    _say(in_line(f"headprune: {message} {hint}".rstrip()), aside=not console.as_json)
-    with suppress(OSError, HeadPruneError):  # stdout may be what is full, or closed
-        console.document({"error": message, "hint": hint.strip("()")})
-
-
-def _say(line: str, aside: bool = True) -> None:
-    """A line on stderr; if that takes nothing and ``aside``, on stdout: who sees only that hears of it, too."""
+    line = in_line(f"headprune: {error}")
     typer.echo(line, err=True)
-    if aside and getattr(sys.stderr, "lost", False):  # `Patient`
+    if not console.as_json and getattr(sys.stderr, "lost", False):  # `Patient`: on stdout for who sees only that
         with suppress(OSError):
             typer.echo(line)
+    with suppress(OSError, HeadPruneError):  # stdout may be what is full, or closed
+        console.document({"error": str(error.args[0]), "hint": error.hint.strip("()")})
 
 
 # -- how the process ends ------------------------------------------------------------------------------

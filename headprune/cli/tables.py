@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headprune.app.console import Console
-    from headprune.app.documents import FinetuneRecord, Metrics, Run, TimeParts
+    from headprune.app.documents import Metrics, Run, TimeParts
     from headprune.app.report.content import Table
     from headprune.app.runs import RunFolder
     from headprune.app.workflow import Scene
@@ -60,21 +60,22 @@ def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> 
     console.show(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
 
 
-def print_plan(console: Console, fitted: Fit, scores: list[HeadScores], printed: set[str]) -> None:
-    """A plan, and those of its notes that were not printed yet."""
-    plan = fitted.plan
-    notes = [note for note in plan.notes if note not in printed]
-    printed.update(notes)
-    for s in scores:
-        if s.method == plan.method:
-            _print_heat(console, s, plan.drop)
-    by = ", ".join(filter(None, (plan.method, plan.strategy)))
-    cost = f" Asked: {plan.budget}." if plan.budget else ""
-    if fitted.budget is not None and (reading := fitted.reading) is not None:
-        cost = f" Asked: {plan.budget}; measured: {fitted.budget.show(reading.value)}."
-    console.result(f"{f'{by}: ' if by else ''}keeps {plan.kept} of {plan.total}.{cost} {' '.join(notes)}".rstrip())
-    for name, heads in plan.drop.items():
-        console.result(f"  {name}: drops {', '.join(f'H{h}' for h in heads)}")
+def print_plans(console: Console, fits: Sequence[Fit], scores: list[HeadScores]) -> None:
+    """Plans, each with those of its notes that no earlier one had."""
+    printed: set[str] = set()
+    for fit in fits:
+        plan = fit.plan
+        for s in scores:
+            if s.method == plan.method:
+                _print_heat(console, s, plan.drop)
+        line = f"{', '.join(filter(None, (plan.method, plan.strategy)))}: keeps {plan.kept} of {plan.total}."
+        if plan.budget:
+            measured = f"; measured: {fit.budget.show(fit.reading.value)}" if fit.budget and fit.reading else ""
+            line += f" Asked: {plan.budget}{measured}."
+        console.result(" ".join([line.removeprefix(": "), *(note for note in plan.notes if note not in printed)]))
+        printed.update(plan.notes)
+        for name, heads in plan.drop.items():
+            console.result(f"  {name}: drops {', '.join(f'H{h}' for h in heads)}")
 
 
 def print_dry_run(
@@ -111,9 +112,7 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
     metrics = folder.read_metrics()
     assert metrics is not None
     _print_summary(console, folder.read_run(), metrics)
-    print_latency(console, metrics.latency.rows)
-    print_time(console, metrics.time, metrics.latency.rows, metrics)
-    print_generation(console, metrics.generation)
+    print_times(console, metrics.latency.rows, metrics.time, metrics.generation, metrics)
     console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
     for b in metrics.budgets:
         console.result(f"Model:  {folder.path / b.checkpoint}")
@@ -165,33 +164,20 @@ def print_document(console: Console, folder: RunFolder) -> None:
         console.document({"folder": str(folder.path), "headprune": metrics.kind, "schema": SCHEMA, **metrics.to_json()})
 
 
-def print_finetuned(console: Console, record: FinetuneRecord) -> None:
-    from headprune.app.report.cards import finetune_table
-
-    print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
-    console.result(f"Training: {record.changes['gain'].verdict}.")
-
-
-def print_latency(console: Console, rows: Sequence[LatencyRow]) -> None:
-    from headprune.app.report.sections.measured import latency_table
+def print_times(
+    console: Console,
+    rows: Sequence[LatencyRow],
+    parts: Sequence[TimeParts] = (),
+    generation: Sequence[GenerationRow] = (),
+    metrics: Metrics | None = None,
+) -> None:
+    """Latency, where the dense model's time goes, and how fast models write: what of it was measured."""
+    from headprune.app.report.sections.measured import disturbance, generation_table, latency_table, time_table
 
     print_table(console, "Latency of a forward pass, models in turn", latency_table(rows), without=["verdict"])
-
-
-def print_time(
-    console: Console, rows: Sequence[TimeParts], timed: Sequence[LatencyRow], metrics: Metrics | None = None
-) -> None:
-    from headprune.app.report.sections.measured import disturbance, time_table
-
-    if rows:
-        print_table(console, "Where the dense model's time goes", time_table(rows, metrics))
-        for row in rows:
-            if text := disturbance(row, timed):
-                console.result(text)
-
-
-def print_generation(console: Console, rows: Sequence[GenerationRow]) -> None:
-    from headprune.app.report.sections.measured import generation_table
-
-    if rows:
-        print_table(console, "Generation, models in turn", generation_table(rows))
+    if parts:
+        print_table(console, "Where the dense model's time goes", time_table(parts, metrics))
+        for text in filter(None, (disturbance(part, rows) for part in parts)):
+            console.result(text)
+    if generation:
+        print_table(console, "Generation, models in turn", generation_table(generation))

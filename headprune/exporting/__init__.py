@@ -64,16 +64,14 @@ def export(
     chosen = check_place(path, to, dtype, overwrite)
     for where, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
-            raise HeadPruneError(
-                f"{where} is {str(parameter.dtype).removeprefix('torch.')} on {parameter.device}: the file is compared with "
-                "a model in float32 on a CPU.",
-                'Pass model.to("cpu").float(), and dtype= for what the file stores.',
-            )
+            kind = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
+            message = f"{where} is {kind}: the file is compared with a model in float32 on a CPU."
+            raise HeadPruneError(message, 'Pass model.to("cpu").float(), and dtype= for what the file stores.')
     path.parent.mkdir(parents=True, exist_ok=True)
     place = atomic_folder if chosen.folder else _replace_file
     with torch.no_grad(), evaluating(model), _quiet(), place(path, overwrite) as new:
-        done = chosen.write(model, new, processor, dtype, name or path.stem)
-    return replace(done, path=path, format=to)
+        exported = chosen.write(model, new, processor, dtype, name or path.stem)
+    return replace(exported, path=path, format=to)
 
 
 def check_place(path: Path, to: str, dtype: str, overwrite: bool) -> Format:
@@ -142,19 +140,14 @@ def stock(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -
     try:
         same: Any = to_stock(model) if structure_of(model) else model
     except NotStockError as error:
-        raise HeadPruneError(
-            error.args[0],
-            "Load the folder as it is, with trust_remote_code=True; or prune by --strategy uniform, which keeps to what a stock class can have.",
-        ) from error
+        hint = "Load the folder as it is, with trust_remote_code=True; or prune by --strategy uniform, which keeps to stock classes."
+        raise HeadPruneError(error.args[0], hint) from error
     if dtype != "float32":
         same = copy.deepcopy(same)
         for parameter in same.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
     save(same, path, processor=processor, overwrite=True, about={"exported": name})
-    try:
-        loaded = type(same).from_pretrained(path, attn_implementation=same.config._attn_implementation).eval()
-    except Exception as error:
-        raise HeadPruneError(f"transformers does not load it: {error}.", "Please report this.") from error
+    loaded = type(same).from_pretrained(path, attn_implementation=same.config._attn_implementation).eval()
     difference = prove_same_answers(model, loaded)
     loads = load_call(path).code()
     size = sum(file.stat().st_size for file in path.glob("model*.safetensors"))

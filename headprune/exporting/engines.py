@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError, first_line
-from headprune.latency import MIN_RUNS, LatencyRow, bench, example_shape
+from headprune.latency import LatencyRow, bench, example_shape
 from headprune.running import Progress
 
 
@@ -27,7 +28,6 @@ class Session(nn.Module):
 
     Args:
         path: An ONNX file (``.onnx``); an OpenVINO model (``.xml``), or the folder that it is in.
-        threads: By default as many as torch uses.
         exact: Compute in float32. Else as the engine likes it: OpenVINO computes in bfloat16 on some processors.
 
     Attributes:
@@ -40,7 +40,7 @@ class Session(nn.Module):
 
     inputs: dict[str, tuple[torch.dtype, list[int | str]]]
 
-    def __init__(self, path: Path, threads: int | None = None, exact: bool = True) -> None:
+    def __init__(self, path: Path, exact: bool = True) -> None:
         super().__init__()
         engine, file = _engine_of(path)
         if engine is None:
@@ -49,7 +49,7 @@ class Session(nn.Module):
             raise HeadPruneError(f"{path} does not exist.", "headprune export MODEL writes such a file.")
         self._path, self._name = path, engine
         with self._explain_errors("read"):
-            self.inputs, self._run = _ENGINES[engine](file, threads or torch.get_num_threads(), exact)
+            self.inputs, self._run = _ENGINES[engine](file, exact)
         self.engine = f"{engine} {importlib.metadata.version(engine)}"
 
     def forward(self, **given: Tensor) -> list[Tensor]:
@@ -65,10 +65,8 @@ class Session(nn.Module):
         try:
             yield
         except Exception as error:
-            raise HeadPruneError(
-                f"{self._name} does not {what} {self._path.name}: {first_line(error)}",
-                f"Another version may: pip install -U {self._name}",
-            ) from error
+            message = f"{self._name} does not {what} {self._path.name}: {first_line(error)}"
+            raise HeadPruneError(message, f"Another version may: pip install -U {self._name}") from error
 
 
 def is_exported(path: Path) -> bool:
@@ -84,12 +82,12 @@ def _engine_of(path: Path) -> tuple[str | None, Path]:
     return ("openvino", models[0]) if len(models) == 1 else (None, path)
 
 
-def _onnxruntime(file: Path, threads: int, exact: bool) -> Any:
+def _onnxruntime(file: Path, exact: bool) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = torch.get_num_threads()
     loaded = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     inputs = {}
     for node in loaded.get_inputs():
@@ -99,10 +97,10 @@ def _onnxruntime(file: Path, threads: int, exact: bool) -> Any:
     return inputs, lambda arrays: loaded.run(None, arrays)
 
 
-def _openvino(file: Path, threads: int, exact: bool) -> Any:
+def _openvino(file: Path, exact: bool) -> Any:
     import openvino as ov
 
-    settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
+    settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1}
     if exact:
         settings |= {"INFERENCE_PRECISION_HINT": "f32", "EXECUTION_MODE_HINT": "ACCURACY"}
     compiled = ov.Core().compile_model(file, "CPU", settings)
@@ -120,16 +118,11 @@ def _openvino(file: Path, threads: int, exact: bool) -> Any:
     return inputs, run
 
 
-_ENGINES: dict[str, Callable[[Path, int, bool], Any]] = {"onnxruntime": _onnxruntime, "openvino": _openvino}
+_ENGINES: dict[str, Callable[[Path, bool], Any]] = {"onnxruntime": _onnxruntime, "openvino": _openvino}
 
 
 def complete(
-    file: Path,
-    requests: Sequence[dict[str, Any]],
-    *,
-    context: int = 512,
-    threads: int | None = None,
-    exact: bool = True,
+    file: Path, requests: Sequence[dict[str, Any]], *, context: int = 512, exact: bool = True
 ) -> tuple[str, list[dict[str, Any]]]:
     """llama.cpp's answers to requests, from a child process, since a file that it cannot read ends the process.
 
@@ -137,7 +130,6 @@ def complete(
         file: A GGUF file.
         requests: What llama.cpp's server takes for completions, such as ``{"prompt": [1, 2], "n_predict": 1, "n_probs": 10}``.
         context: Tokens that fit.
-        threads: By default as many as torch uses.
         exact: Keep keys and values in float32. Else in float16, as llama.cpp does by default.
 
     Returns:
@@ -148,26 +140,19 @@ def complete(
     """
     job = {
         "path": sys.path, "file": os.fspath(file.absolute()), "context": context, "exact": exact,
-        "threads": threads or torch.get_num_threads(), "requests": list(requests),
+        "threads": torch.get_num_threads(), "requests": list(requests),
     }  # fmt: skip
     code = f"{inspect.getsource(_answer)}\n_answer()"
-    ended = subprocess.run(
-        [sys.executable, "-I", "-c", code],
-        input=json.dumps(job),
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        check=False,
-    )
-    if ended.returncode == 0 and ended.stdout:
-        version, answers = json.loads(ended.stdout.splitlines()[-1])
+    command = [sys.executable, "-I", "-c", code]
+    process = subprocess.run(command, input=json.dumps(job).encode(), capture_output=True, check=False)
+    if process.returncode == 0 and process.stdout:
+        version, answers = json.loads(process.stdout.splitlines()[-1])
         return version, answers
-    log = [line.strip() for line in ended.stderr.splitlines() if line.strip()] or [f"it ended with {ended.returncode}"]
-    errors = [line for line in log if any(word in line for word in ("error", "GGML_ASSERT", "failed", "Error"))]
-    raise HeadPruneError(
-        f"llama.cpp does not run the file: {(errors or log)[0][:300].rstrip('.')}.",
-        "Another version of xllamacpp may (pip install -U xllamacpp).",
-    )
+    log = [line for line in process.stderr.decode(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in log if re.search("[Ee]rror|GGML_ASSERT|failed", line)]
+    why = (*errors, *log, f"it ended with {process.returncode}")[0].strip()[:300].rstrip(".")
+    hint = "Another version of xllamacpp may (pip install -U xllamacpp)."
+    raise HeadPruneError(f"llama.cpp does not run the file: {why}.", hint)
 
 
 def _answer() -> None:
@@ -209,21 +194,13 @@ def log_probabilities(answer: dict[str, Any]) -> dict[int, float]:
         raise HeadPruneError(said, "Report this with xllamacpp's version.") from None
 
 
-def time_onnx(
-    files: Mapping[str, Path | str],
-    example: Mapping[str, Tensor],
-    *,
-    threads: int | None = None,
-    min_runs: int = MIN_RUNS,
-    min_seconds: float | None = None,
-) -> LatencyRow:
+def time_onnx(files: Mapping[str, Path | str], example: Mapping[str, Tensor], **rounds: Any) -> LatencyRow:
     """Time ONNX files in onnxruntime (or OpenVINO models in OpenVINO) against each other on one input, on the CPU.
 
     Args:
         files: By name; the others are compared with the first, usually the dense model.
         example: The inputs by name; others than the files take are left out.
-        threads: By default as many as torch uses.
-        min_runs, min_seconds: As in `headprune.benchmark`.
+        rounds: ``min_runs`` and ``min_seconds``, as in `headprune.benchmark`.
 
     Returns:
         The `LatencyRow` that `headprune.benchmark` gives.
@@ -231,9 +208,8 @@ def time_onnx(
     Raises:
         HeadPruneError: A file that does not run, or needs an input that the example lacks.
     """
-    sessions = {name: Session(Path(file), threads, exact=False) for name, file in files.items()}
-    inputs = [(*example_shape(example), example)]
-    return bench(sessions, inputs, min_runs=min_runs, min_seconds=min_seconds)[0]
+    sessions = {name: Session(Path(file), exact=False) for name, file in files.items()}
+    return bench(sessions, [(*example_shape(example), example)], **rounds)[0]
 
 
 def bench_files(

@@ -49,9 +49,8 @@ PRE_TOKENIZERS = {
     ("Tekken's words, bytes", True): "tekken",
 }
 
-Prompt = tuple[str | list[int], Tensor, Tensor, float]
-"""A text, or ids; the same as tokens, ``[tokens]``; the model's log-probabilities of the token that follows, ``[vocabulary]``; and the
-largest difference that llama.cpp's graph makes at any token, in nats."""
+Prompt = tuple[str | list[int], Tensor, Tensor]
+"""A text, or ids; the same as tokens, ``[tokens]``; and the model's log-probabilities of the token that follows, ``[vocabulary]``."""
 
 
 @exporter("gguf", ".gguf", needs=("gguf",), tokenizer=True)
@@ -67,17 +66,13 @@ def gguf(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) ->
     prompts = _prompts(model, processor, decoder)
     _write(writer, decoder, kind)
     size, proved = path.stat().st_size, importlib.util.find_spec("xllamacpp") is not None
-    facts: dict[str, Any] = {
-        "architecture": "deci", "heads": decoder.heads, "kv_heads": decoder.kv_heads, "dtype": dtype, "bytes": size, "tokenizer": pre,
-        "rendition": max(difference for *_, difference in prompts),
-    }  # fmt: skip
+    facts: dict[str, Any] = {"architecture": "deci", "heads": decoder.heads, "kv_heads": decoder.kv_heads}
+    facts |= {"dtype": dtype, "bytes": size, "tokenizer": pre}
     tried = "not tried in llama.cpp (it is, once xllamacpp is installed: pip install xllamacpp)"
     if proved:
         facts["proof"] = proof = _prove(path, processor, decoder, prompts, kind)
-        tried = (
-            f"tried in llama.cpp ({proof['engine']}): log-probabilities within {proof['largest_difference']:.1g} of the model's "
-            f"on {proof['prompts']} prompts"
-        )
+        off = f"log-probabilities within {proof['largest_difference']:.1g} of the model's on {proof['prompts']} prompts"
+        tried = f"tried in llama.cpp ({proof['engine']}): {off}"
     return Exported(path, "gguf", proved, f"{size / 1e6:,.0f} MB, {dtype}; {tried}", facts, (*decoder.notes, *notes))
 
 
@@ -95,7 +90,7 @@ def _prompts(model: nn.Module, tokenizer: Any, decoder: deci.Decoder) -> list[Pr
     inputs: list[tuple[str | list[int], Tensor]] = [(drawn[:n].tolist(), drawn[:n]) for n in (1, 7, TOKENS)]
     inputs += [(text, torch.tensor(tokenizer(text)["input_ids"], dtype=torch.long)) for text in TEXTS]
     fitting = [(text, ids) for text, ids in inputs if 0 < len(ids) < decoder.context]
-    return [(text, ids, *deci.verify(model, decoder, ids)) for text, ids in fitting]
+    return [(text, ids, deci.verify(model, decoder, ids)) for text, ids in fitting]
 
 
 def _write(writer: Any, decoder: deci.Decoder, dtype: torch.dtype) -> None:
@@ -142,44 +137,39 @@ def _prove(
     Raises:
         HeadPruneError: It reads a text as other tokens, or its answers differ by more than rounding.
     """
-    # It tells the log-probabilities of a token only where that token is text, so a letter is made to come; they are those before.
+    # llama.cpp lists log-probabilities only of a token that is text, so the bias forces a letter; they are those without the bias.
     letters = [i for t, i in tokenizer.get_vocab().items() if len(t) == 1 and t.isascii() and t.isalpha()]
     likeliest, bias = min(decoder.vocabulary, 4096), [[i, 1e4] for i in letters[:1]]
     settings = {"n_predict": 1, "temperature": 0, "n_probs": likeliest, "logit_bias": bias}
     requests = [{"prompt": text, **settings} for text, *_ in prompts]
     version, answers = engines.complete(path, requests, context=max(len(ids) for _, ids, *_ in prompts) + 8)
     largest, allowed = 0.0, max(deci.TOLERANCE, *(_rounding(decoder, prompt, dtype) for prompt in prompts))
-    for (text, ids, expected, _), answer in zip(prompts, answers, strict=True):
+    for (text, ids, expected), answer in zip(prompts, answers, strict=True):
         shown = repr(text) if isinstance(text, str) else f"{len(text)} random tokens"
         counted = answer.get("usage", {}).get("prompt_tokens")
         if counted != len(ids):
-            raise HeadPruneError(
-                f"llama.cpp reads {shown} as {counted} tokens, the tokenizer as {len(ids)}.",
-                "Its tokenizer of this kind differs; report it, with the tokenizer's name.",
-            )
+            message = f"llama.cpp reads {shown} as {counted} tokens, the tokenizer as {len(ids)}."
+            raise HeadPruneError(message, "Its tokenizer of this kind differs; report it, with the tokenizer's name.")
         likely = engines.log_probabilities(answer)
         gap = (torch.tensor(list(likely.values())) - expected[list(likely)]).abs().max().item()
         if not gap <= allowed:
-            raise HeadPruneError(
-                f"llama.cpp's log-probabilities are {gap:.2g} off after {shown} (allowed: {allowed:.2g}).",
-                "Report it, with the model's name and xllamacpp's version.",
-            )
+            message = f"llama.cpp's log-probabilities are {gap:.2g} off after {shown} (allowed: {allowed:.2g})."
+            raise HeadPruneError(message, "Report it, with the model's name and xllamacpp's version.")
         largest = max(largest, gap)
-    return {
-        "engine": f"xllamacpp {version}", "prompts": len(prompts), "largest_difference": largest, "allowed": allowed,
-    }  # fmt: skip
+    proof = {"engine": f"xllamacpp {version}", "prompts": len(prompts)}
+    return {**proof, "largest_difference": largest, "allowed": allowed}
 
 
 def _rounding(decoder: deci.Decoder, prompt: Prompt, dtype: torch.dtype) -> float:
     """What rounding may do to the log-probabilities of the last token, at most."""
-    _, ids, expected, _ = prompt
+    _, ids, expected = prompt
     if dtype == torch.float32:
         return float(deci.NOISE * deci.sensitivity(decoder, ids)[-1])
     return float(_ROUNDED * (deci.render(decoder, ids, dtype)[1][-1] - expected).abs().max())
 
 
 def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> tuple[str, list[str]]:
-    """Note a tokenizer in a GGUF file that is still to be written.
+    """Add a tokenizer to a GGUF file that is not yet written.
 
     Args:
         writer: A `gguf.GGUFWriter`.
@@ -226,10 +216,8 @@ def _tokens(tokenizer: Any, bytewise: bool, size: int) -> tuple[list[str], list[
 
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     if max(texts) >= size:
-        raise HeadPruneError(
-            f"The tokenizer has a token {max(texts)}, the model only {size} embeddings.",
-            "Use the model's own tokenizer, or resize its embeddings (model.resize_token_embeddings).",
-        )
+        hint = "Use the model's own tokenizer, or resize its embeddings (model.resize_token_embeddings)."
+        raise HeadPruneError(f"The tokenizer has a token {max(texts)}, the model only {size} embeddings.", hint)
     tokens, types, added = [f"[PAD{i}]" for i in range(size)], [TokenType.UNUSED] * size, tokenizer.added_tokens_decoder
     for index, text in texts.items():
         tokens[index], types[index] = text, TokenType.NORMAL
@@ -255,11 +243,9 @@ def _pre_tokenizer(data: dict[str, Any]) -> tuple[str, bool]:
     looked_up = bool(model["ignore_merges"])
     if pre := PRE_TOKENIZERS.get((", ".join(steps), looked_up)):
         return pre, False
-    raise HeadPruneError(
-        f"The tokenizer cuts text by {', '.join(steps) or 'nothing'}{' and looks up whole words' if looked_up else ''}, which is none of the "
-        "ways written for llama.cpp.",
-        f"Known are the tokenizers of {', '.join(PRE_TOKENIZERS.values())} and SentencePiece's.",
-    )
+    way = f"{', '.join(steps) or 'nothing'}{' and looks up whole words' if looked_up else ''}"
+    hint = f"Known are the tokenizers of {', '.join(PRE_TOKENIZERS.values())} and SentencePiece's."
+    raise HeadPruneError(f"The tokenizer cuts text by {way}, which is none of the ways written for llama.cpp.", hint)
 
 
 def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
@@ -289,10 +275,8 @@ def _ends(tokenizer: Any) -> dict[str, bool]:
     for bos, eos in product((False, True), repeat=2):
         if whole == [tokenizer.bos_token_id] * bos + bare + [tokenizer.eos_token_id] * eos:
             return {"bos": bos, "eos": eos}
-    raise HeadPruneError(
-        f"The tokenizer makes {whole} of a text whose tokens are {bare}: llama.cpp adds bos and eos tokens only.",
-        "Use a tokenizer without such a post-processor.",
-    )
+    message = f"The tokenizer makes {whole} of a text whose tokens are {bare}: llama.cpp adds bos and eos tokens only."
+    raise HeadPruneError(message, "Use a tokenizer without such a post-processor.")
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[float]:
@@ -303,7 +287,6 @@ def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[floa
     pieces = [piece for piece, _ in groupby(left + right for left, right in merges)]
     order = {piece: place for place, piece in enumerate(pieces)}
     if len(order) < len(pieces):
-        raise HeadPruneError(
-            "The merges into a piece don't lie together, as SentencePiece's do.", "Use another tokenizer."
-        )
+        message = "The merges into a piece don't lie together, as SentencePiece's do."
+        raise HeadPruneError(message, "Use another tokenizer.")
     return [-float(order.get(token, len(order))) for token in tokens]

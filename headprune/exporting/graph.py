@@ -76,10 +76,8 @@ def flat_model(model: nn.Module, processor: Any = None) -> FlatModel:
             return FlatModel(model, example)
         except Exception as error:  # a model may refuse an input with any error
             reason = reason or f" It did not run on a made-up input ({type(error).__name__}: {first_line(error)})."
-    raise HeadPruneError(
-        f"It is not known what {type(model).__name__} takes.{reason}",
-        "Export a model that headprune has pruned or saved with an example: it remembers what that looked like.",
-    )
+    hint = "Export a model that headprune has pruned or saved with an example: it remembers what that looked like."
+    raise HeadPruneError(f"It is not known what {type(model).__name__} takes.{reason}", hint)
 
 
 def graphs(function: FlatModel) -> Iterator[Graph]:
@@ -100,10 +98,9 @@ def graphs(function: FlatModel) -> Iterator[Graph]:
         else:
             yield graph
     if len(failed) == len(choices):
-        raise HeadPruneError(
-            f"torch.export does not take {type(function.model).__name__}: {type(failed[0]).__name__}: {first_line(failed[0])}",
-            "Try the dense model: where that fails too, PyTorch's exporter does not know something that it does.",
-        ) from failed[0]
+        message = f"torch.export does not take {type(function.model).__name__}: {type(failed[0]).__name__}: {first_line(failed[0])}"
+        hint = "Try the dense model: where that fails too, PyTorch's exporter does not know something that it does."
+        raise HeadPruneError(message, hint) from failed[0]
 
 
 @contextmanager

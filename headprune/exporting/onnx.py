@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from headprune import __version__
+from headprune.checkpoint import difference
 from headprune.errors import HeadPruneError, first_line
 from headprune.exporting.engines import Session
 from headprune.exporting.formats import Exported, exporter
 from headprune.exporting.graph import BATCH, FlatModel, Graph, flat_model, graphs, traceable
 from headprune.inputs import map_tensors, writes
-from headprune.surgery.evidence import gap, largest
 
 TOLERANCE = 1e-4  # of an answer's largest value, for a file in float32
 _ROUNDED = 4  # times what rounding does to the answers is allowed where weights are stored in half
@@ -60,10 +60,9 @@ def _half(function: FlatModel) -> FlatModel:
         example = map_tensors(function.example, lambda t: t.half() if t.is_floating_point() else t)
         return FlatModel(copy.deepcopy(function.model).half(), example)
     except Exception as error:
-        raise HeadPruneError(
-            f"{type(function.model).__name__} does not run in float16: {type(error).__name__}: {first_line(error)}",
-            "Use --dtype float32.",
-        ) from error
+        why = f"{type(error).__name__}: {first_line(error)}"
+        message = f"{type(function.model).__name__} does not run in float16: {why}"
+        raise HeadPruneError(message, "Use --dtype float32.") from error
 
 
 def _export(
@@ -97,12 +96,15 @@ def _export(
     sizes = [[d if isinstance(d, int) else str(d.subs(plain)) for d in dims] for dims in graph.dims]
     inputs = dict(zip(function.inputs, sizes, strict=True))
     shapes = ", ".join(f"{name} [{', '.join(map(str, shape))}]" for name, shape in inputs.items())
+    tried = (
+        f"tried in {proof['engine']} on {len(proof['shapes'])} shapes: answers within {proof['largest_difference']:.1g}"
+    )
     summary = (
-        f"{size / 1e6:,.1f} MB, {dtype}; {shapes} to {', '.join(function.outputs)}; tried in {proof['engine']} "
-        f"on {len(proof['shapes'])} shapes: answers within {proof['largest_difference']:.1g} of their largest value"
+        f"{size / 1e6:,.1f} MB, {dtype}; {shapes} to {', '.join(function.outputs)}; {tried} of their largest value"
     )
     facts = {"dtype": dtype, "bytes": size, "inputs": inputs, "outputs": function.outputs, "proof": proof}
-    return Exported(path, "onnx", True, summary, facts, _notes(function.model, inputs, proof["shapes"]))
+    note = "The file computes whole sequences; it holds no cache of keys and values for generating text."
+    return Exported(path, "onnx", True, summary, facts, (note,) if writes(function.model) else ())
 
 
 def _convert(graph: Graph, function: FlatModel, file: Path) -> None:
@@ -115,10 +117,9 @@ def _convert(graph: Graph, function: FlatModel, file: Path) -> None:
             )  # fmt: skip
         except Exception as error:
             cause = error.__cause__ or error
-            raise HeadPruneError(
-                f"PyTorch's exporter does not convert {type(function.model).__name__} to ONNX: {type(cause).__name__}: {first_line(cause)}",
-                "Try the dense model: where that fails too, ONNX has no operation for something that it does.",
-            ) from error
+            message = f"PyTorch's exporter does not convert {type(function.model).__name__} to ONNX: {type(cause).__name__}: {first_line(cause)}"
+            hint = "Try the dense model: where that fails too, ONNX has no operation for something that it does."
+            raise HeadPruneError(message, hint) from error
         converted.model.producer_name, converted.model.producer_version = "headprune", __version__
         converted.save(file)
 
@@ -142,18 +143,15 @@ def prove(session: Session, graph: Graph, function: FlatModel, rounded: FlatMode
         shapes.append([list(t.shape) for t in inputs])
         got = session(**dict(zip(function.inputs, inputs, strict=True)))
         for name, own, expected, close in zip(function.outputs, got, answers, near, strict=True):
-            off, allowed = _difference(own, expected), max(TOLERANCE, _ROUNDED * _difference(close, expected))
+            off, allowed = difference([own], [expected]), max(TOLERANCE, _ROUNDED * difference([close], [expected]))
             if not off <= allowed:
-                raise HeadPruneError(
-                    f"The engine's {name} is {off:.2g} of its largest value off the model's, on inputs of the shapes "
-                    f"{', '.join(map(str, shapes[-1]))} (allowed: {allowed:.2g}).",
-                    "Report it, with the model's name and the versions of torch and onnxscript.",
-                )
+                where = f"on inputs of the shapes {', '.join(map(str, shapes[-1]))} (allowed: {allowed:.2g})"
+                message = f"The engine's {name} is {off:.2g} of its largest value off the model's, {where}."
+                raise HeadPruneError(message, "Report it, with the model's name, and torch's and onnxscript's version.")
             worst, bound = max(worst, off), max(bound, allowed)
     if not shapes:
-        raise HeadPruneError(
-            "The model took none of the inputs that the file was to be tried on.", "Report it, with the model's name."
-        )
+        message = "The model took none of the inputs that the file was to be tried on."
+        raise HeadPruneError(message, "Report it, with the model's name.")
     return {"engine": session.engine, "largest_difference": worst, "allowed": bound, "shapes": shapes}
 
 
@@ -200,27 +198,3 @@ def _pad(name: str, t: Tensor) -> Tensor:
     if len(t) > 1:
         t[-1, :third] = 0
     return t
-
-
-def _difference(got: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a share of the largest expected value; infinite for another shape, or another whole number."""
-    if got.shape != expected.shape:
-        return math.inf
-    if not expected.is_floating_point():
-        return 0.0 if torch.equal(got.to(expected.dtype), expected) else math.inf
-    off = gap(got.double(), expected.double()) if expected.numel() else 0.0
-    return off / max(largest(expected.double()), 1e-30) if off else 0.0
-
-
-def _notes(model: nn.Module, inputs: dict[str, list[int | str]], tried: list[list[list[int]]]) -> tuple[str, ...]:
-    notes = []
-    if fixed := [name for name, shape in inputs.items() if all(isinstance(d, int) for d in shape)]:
-        notes.append(f"Of fixed size in the file, since the model or PyTorch's exporter fixes it: {', '.join(fixed)}.")
-    free = [
-        (size, i, d) for i, dims in enumerate(inputs.values()) for d, size in enumerate(dims) if isinstance(size, str)
-    ]
-    if untried := {size for size, i, d in free if len({shapes[i][d] for shapes in tried}) == 1}:
-        notes.append(f"The model took no other {' or '.join(sorted(untried))} than the traced one, so none was tried.")
-    if writes(model):
-        notes.append("The file computes whole sequences; it holds no cache of keys and values for generating text.")
-    return tuple(notes)

@@ -10,22 +10,14 @@ from headprune.fingerprint import has_identity, identity
 from headprune.planning import search as search  # registers its strategies
 from headprune.planning import uniform as uniform  # and this its own
 from headprune.planning.order import GROUPS, SLICES, Constraints, Order
-from headprune.planning.strategies import STRATEGIES, Search, Strategy, strategy
+from headprune.planning.strategies import AUTO, STRATEGIES, Search, Strategy, abouts, strategy
 from headprune.plans import Keep, PruningPlan, heads_to_keep
 from headprune.scoring.scores import HeadScores
 
 __all__ = [
-    "GROUPS",
-    "SLICES",
-    "STRATEGIES",
-    "Constraints",
-    "Order",
-    "Search",
-    "arrange",
-    "plan",
-    "strategy",
-    "strategy_named",
-]
+    "AUTO", "GROUPS", "SLICES", "STRATEGIES", "Constraints", "Order", "Search", "abouts", "arrange", "check_strategy", "needs_scores", "plan",
+    "strategy", "strategy_named",
+]  # fmt: skip
 
 Quality = Callable[[PruningPlan], float]
 
@@ -37,7 +29,6 @@ def plan(
     *,
     protect: str | Iterable[str] = (),
     min_heads_per_layer: int = 0,
-    seed: int = 0,
 ) -> PruningPlan:
     """Keep the most important heads, at most ``keep`` of them.
 
@@ -51,21 +42,20 @@ def plan(
             ``"uniform"`` the same number to every layer, ``"layers"`` takes whole attention layers.
         protect: What must stay: ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
-        seed: For strategies that draw.
 
     Raises:
         HeadPruneError: A budget below what can be pruned, below 1 or above the total; an unknown strategy or address;
             a strategy that runs the model.
     """
-    if strategy_named(strategy).runs_model:
+    if not needs_scores(strategy):
         raise HeadPruneError(
             f"The strategy {strategy} runs the model, which headprune.plan does not see.",
             f"Use headprune.search(model, batches, keep={keep!r}, strategy={strategy!r}).",
         )
     constraints = Constraints.parse(protect, scores.layers, min_heads_per_layer)
     heads = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
-    search = Search(scores.layers, scores, constraints, seed=seed)
-    return replace(arrange(search, strategy, [heads]).some(heads), budget=f"keep {keep}")
+    order = arrange(Search(scores.layers, scores, constraints), strategy, [heads])
+    return replace(order.some(heads), budget=f"keep {keep}")
 
 
 def arrange(
@@ -85,7 +75,7 @@ def arrange(
     Args:
         levels: Numbers of kept heads that will be looked at; the fewest may be out of reach.
         quality: How good a plan is; higher is better. A search that can run the model measures it; by default it is
-            predicted, as the sum of the kept heads' scores (`score_kept`).
+            predicted, as minus the sum of the scores of the heads that go.
         kinds: How heads that share key/value heads may go; a cache shrinks by whole groups alone.
         judged: The levels at which the kinds are compared; all, if none are given.
 
@@ -104,7 +94,8 @@ def arrange(
     orders = [chosen.run(replace(search, kind=kind), levels) for kind in kinds]
     if len(orders) == 1:
         return orders[0]
-    judge = quality or (score_kept(search.scores) if search.scores else lambda p: p.kept)
+    scores = search.scores
+    judge = quality or (lambda plan: -_score_lost(plan, scores) if scores else plan.kept)
     judged = judged or levels
     common = [k for k in judged if all(o.reaches(k) for o in orders)]
 
@@ -122,13 +113,27 @@ def arrange(
     return max(orders, key=merit)  # the first, groups, on a tie
 
 
-def score_kept(scores: HeadScores) -> Quality:
-    """How much score a plan keeps: for scores that are an added loss, minus the loss it predicts, up to a constant."""
+def _score_lost(plan: PruningPlan, scores: HeadScores) -> float:
+    """The sum of the scores of a plan's heads: for scores that are an added loss, the loss that it predicts, up to a constant."""
+    return sum(float(scores.values[name][heads].sum()) for name, heads in plan.drop.items())
 
-    def quality(plan: PruningPlan) -> float:
-        return -sum(float(scores.values[name][heads].sum()) for name, heads in plan.drop.items())
 
-    return quality
+def check_strategy(name: str) -> None:
+    """Refuse a name that is no strategy's, and not `AUTO`.
+
+    Raises:
+        HeadPruneError: There is none of that name.
+    """
+    registered(abouts(), "strategy", name)
+
+
+def needs_scores(name: str) -> bool:
+    """Whether a strategy goes by scores; the others run the model.
+
+    Raises:
+        HeadPruneError: There is none of that name.
+    """
+    return name != AUTO and not strategy_named(name).runs_model
 
 
 def strategy_named(name: str) -> Strategy:
@@ -137,4 +142,5 @@ def strategy_named(name: str) -> Strategy:
     Raises:
         HeadPruneError: There is none of that name.
     """
-    return registered(STRATEGIES, "strategy", name)
+    check_strategy(name)
+    return STRATEGIES[name]

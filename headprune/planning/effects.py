@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from headprune.attention import AttentionLayer, Heads
-from headprune.files import digest
-from headprune.gates import gated, mask
+from headprune.gates import gated
 from headprune.inputs import call, doubled, gathered, inputs_of, tensors
 from headprune.planning.order import Unit
 from headprune.planning.strategies import spread
@@ -20,7 +19,6 @@ from headprune.repairing import Calibration, OutputProjection, RepairWeights, fi
 from headprune.repairing.examples import probe_of
 from headprune.running import frozen
 from headprune.scoring.gradient import finite
-from headprune.store import Store
 
 _FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
 
@@ -58,7 +56,6 @@ def effects(
     drop: Heads,
     units: Sequence[Unit],
     examples: int | None = None,
-    store: Store | None = None,
 ) -> Tensor:
     """First-order change of the model's answers to every example if a unit goes too, ``[examples, units]``, float64.
 
@@ -78,25 +75,10 @@ def effects(
         drop: What is gone, ``{layer_name: [head, ...]}``.
         units: What may go next.
         examples: How many to look at, about; all, by default.
-        store: Keeps what was measured, so that an interrupted search goes on where it was.
 
     Raises:
         HeadPruneError: Some are not finite.
     """
-    chosen = spread(len(calibration.runner.batches), calibration.runner.examples, examples)
-    key = (tuple(chosen), tuple((layers[unit.layer].name, unit.heads) for unit in units))
-    name = digest(repr((sorted(drop.items()), key)))
-    return (store or Store()).get(f"look-{name}", lambda: _looked(calibration, layers, drop, units, chosen))
-
-
-def _looked(
-    calibration: Calibration,
-    layers: Sequence[AttentionLayer],
-    drop: Heads,
-    units: Sequence[Unit],
-    chosen: Sequence[int],
-) -> Tensor:
-    """`effects` on some batches, measured."""
     weights = fit_layers(calibration, drop)
     every = {p.name: _removal(calibration, p, layers, drop, weights, units) for p in calibration.projections}
     removals = {name: removal for name, removal in every.items() if removal is not None}
@@ -122,13 +104,11 @@ def _looked(
                 out[:, own] += part
         return out
 
-    with (
-        torch.inference_mode(False),
-        calibration.applied(weights.by_module),
-        mask(calibration.model, drop, layers=layers),
-    ):
-        batches = [calibration.runner.batches[index] for index in chosen]
-        per_batch = calibration.runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
+    with torch.inference_mode(False), calibration.applied(weights.by_module, drop):
+        runner = calibration.runner
+        chosen = spread(len(runner.batches), runner.examples, examples)
+        batches = [runner.batches[index] for index in chosen]
+        per_batch = runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
     return finite(torch.cat(per_batch))
 
 

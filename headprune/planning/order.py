@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -100,19 +100,14 @@ def units_of(
     units_by_layer = []
     for i, layer in enumerate(layers):
         scores = values[layer.name].tolist()
-        heads = _sliced(layer, scores, constraints) if kind == SLICES else grouped(layer, constraints)
+        heads = grouped(layer, constraints)
+        if kind == SLICES and layer.groups:
+            protected = constraints.protected(layer)
+            heads = sliced(layer, {h: score for h, score in enumerate(scores) if h not in protected})
         units = sorted(Unit(sum(scores[h] for h in unit) / len(unit), i, unit) for unit in heads)
-        units_by_layer.append(list(within(units, constraints.room(layer))))
+        gone = accumulate(len(unit.heads) for unit in units)
+        units_by_layer.append([u for u, n in zip(units, gone, strict=True) if n <= constraints.room(layer)])
     return units_by_layer
-
-
-def within(units: Iterable[Unit], room: int) -> Iterator[Unit]:
-    """Units from the first on, until the next one does not fit into ``room`` heads."""
-    for unit in units:
-        room -= len(unit.heads)
-        if room < 0:
-            return
-        yield unit
 
 
 def grouped(layer: AttentionLayer, constraints: Constraints) -> list[tuple[int, ...]]:
@@ -121,12 +116,14 @@ def grouped(layer: AttentionLayer, constraints: Constraints) -> list[tuple[int, 
     return [unit for unit in layer.units if not protected & set(unit)]
 
 
-def _sliced(layer: AttentionLayer, scores: Sequence[float], constraints: Constraints) -> list[tuple[int, ...]]:
-    if not layer.groups:
-        return grouped(layer, constraints)
-    protected = constraints.protected(layer)
-    queues = [sorted((h for h in group if h not in protected), key=lambda h: (scores[h], h)) for group in layer.groups]
-    return [tuple(sorted(heads)) for heads in zip(*queues, strict=False)]  # as many as the most protected group has
+def sliced(layer: AttentionLayer, scores: Mapping[int, float]) -> list[tuple[int, ...]]:
+    """Of a layer whose heads share key/value heads: one head of every group at a time, those with the least score first.
+
+    Args:
+        scores: Of the heads that may go. There are as many slices as the group has of them that has fewest.
+    """
+    queues = [sorted((h for h in group if h in scores), key=lambda h: (scores[h], h)) for group in layer.groups]
+    return [tuple(sorted(heads)) for heads in zip(*queues, strict=False)]
 
 
 def why_stay(layers: Sequence[AttentionLayer], constraints: Constraints) -> tuple[str, ...]:
@@ -180,11 +177,6 @@ class Order:
     stays: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     stock: bool = False
-
-    @classmethod
-    def of(cls, layers: Sequence[AttentionLayer], steps: Sequence[Heads], **about: Any) -> Order:
-        """An order over the heads of ``layers``."""
-        return cls({layer.name: layer.num_heads for layer in layers}, tuple(steps), **about)
 
     @property
     def total(self) -> int:
@@ -250,10 +242,6 @@ class Order:
                 f"Keep at least {least}.",
             )
         return plan
-
-    def plans(self) -> Iterator[PruningPlan]:
-        """Every plan, from all heads to the fewest."""
-        return (self.after(n) for n in range(len(self.steps) + 1))
 
 
 def _size(step: Mapping[str, Sequence[int]]) -> int:

@@ -13,10 +13,9 @@ from torch import Tensor
 from headprune.attention import Heads
 from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
-from headprune.gates import mask
 from headprune.losses import ExampleLoss
 from headprune.planning.effects import effects
-from headprune.planning.order import SLICES, Order, Unit
+from headprune.planning.order import SLICES, Order, Unit, sliced
 from headprune.planning.strategies import Search, SearchState, Work, flops_of_pass, spread, strategy
 from headprune.repairing import Calibration, calibrate, fit_layers
 from headprune.repairing.runner import Runner
@@ -26,97 +25,83 @@ _SHARE = 1 / 6  # of the kept heads that go before they are looked at again
 _TRIED, _TRIED_EXAMPLES = 6, 256  # units that greedy tries before one goes, and the examples it tries them on
 
 
-@strategy("re-scored", needs_scores=False, runs_model=True)
+@strategy("re-scored", runs_model=True)
 def rescored(search: Search, levels: Sequence[int]) -> Order:
     """In steps; those heads go next whose removal, with the others refitted, changes the model's answers least.
 
     The measure is the mean over examples of `effects`' absolute values, measured again at every level and whenever a sixth
     of the heads has gone.
     """
-    calibration, state = _calibration_of(search), SearchState(search)
-    before = calibration.runner.passes
-    looks = stages(state.kept, levels)
-    ranked = [] if looks else _ranked(calibration, state)
-    for i, level in enumerate(looks):
-        ranked = _ranked(calibration, state)
-        state.remove(ranked, level)
-        search.progress(i + 1, len(looks))
-    state.remove(ranked, 0)  # the rest in the last order, for budgets that no one has asked for yet
-    return search.order(state.steps, "re-scored", _cost(search, calibration, before))
+    return _in_steps(search, "re-scored", stages(SearchState(search).kept, levels))
 
 
-@strategy("compensated", needs_scores=False, runs_model=True)
+@strategy("compensated", runs_model=True)
 def compensated(search: Search, levels: Sequence[int]) -> Order:
     """At once; those heads go first whose removal, with the others refitted, changes the model's answers least.
 
     The first look of `re-scored`, for all budgets. It costs a fraction, and is better where so many heads of small effect
     go that their effects on one another matter less than what `effects` does not see of a model far from the dense one.
     """
-    calibration, state = _calibration_of(search), SearchState(search)
-    before = calibration.runner.passes
-    state.remove(_ranked(calibration, state), 0)
-    return search.order(state.steps, "compensated", _cost(search, calibration, before))
+    return _in_steps(search, "compensated", [])
 
 
-@strategy("auto", needs_scores=False, runs_model=True)
-def auto(search: Search, levels: Sequence[int]) -> Order:
-    """Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used.
-
-    So it is no order of its own: `headprune.plan_search` makes those orders and compares them. See docs/benchmarks.md, Quality by
-    heads kept.
-
-    Raises:
-        HeadPruneError: Always.
-    """
-    raise HeadPruneError(
-        "auto makes several orders and compares them, which one order's search cannot.",
-        "Use headprune.search, or a single strategy such as re-scored.",
-    )
-
-
-@strategy("greedy", needs_scores=False, runs_model=True)
+@strategy("greedy", runs_model=True)
 def greedy(search: Search, levels: Sequence[int]) -> Order:
     """One by one; of the heads that `re-scored` would take next, the one without which the true loss is least.
 
     The loss is the model's own on some scoring examples, the head masked and W_O refitted.
     """
-    calibration, state = _calibration_of(search), SearchState(search)
-    runner, before = calibration.runner, calibration.runner.passes
-    looks = stages(state.kept, levels)
-    losses = ExampleLoss(calibration.model, search.loss_fn)
+    calibration = _calibration_of(search)
+    runner, losses = calibration.runner, ExampleLoss(calibration.model, search.loss_fn)
     with runner.deterministic_eval():
         batches = losses.prepare(runner.batches)
     examples = [batches[i] for i in spread(len(batches), runner.examples, _TRIED_EXAMPLES)]
-    tries = 0
 
     def losses_of(batch: Any) -> Tensor:
         return losses(batch).cpu()
 
     def loss(drop: Heads) -> float:
-        nonlocal tries
-        tries += 1
         weights = fit_layers(calibration, drop)
-        with (
-            torch.no_grad(),
-            calibration.applied(weights.by_module),
-            runner.deterministic_eval(),
-            mask(calibration.model, drop, layers=calibration.layers),
-        ):
+        runner.count(sum(map(losses.rows.size, examples)))
+        with torch.no_grad(), calibration.applied(weights.by_module, drop), runner.deterministic_eval():
             each = torch.cat(runner.share("losses", [partial(losses_of, batch) for batch in examples], examples))
         return float(each.double().mean())
 
-    ranked = [] if looks else _ranked(calibration, state)
+    def take_best(state: SearchState, ranked: Sequence[Unit], level: int) -> None:
+        while state.kept > level and (able := [unit for unit in ranked if state.fits(unit)]):
+            state.take(min(able[:_TRIED], key=lambda unit: loss(state.without(unit))))
+
+    search = replace(search, calibration=calibration)
+    return _in_steps(search, "greedy", stages(SearchState(search).kept, levels), take_best)
+
+
+def _in_steps(
+    search: Search,
+    strategy: str,
+    looks: Sequence[int],
+    remove: Callable[[SearchState, Sequence[Unit], int], None] = SearchState.remove,
+) -> Order:
+    """An order for which all units are ranked by their effects at first, and again whenever so many heads are kept as in ``looks``.
+
+    Args:
+        remove: Takes ranked units until no more than so many heads are kept. The rest goes by the last ranking, for budgets that no one has
+            asked for yet.
+    """
+    calibration, state = _calibration_of(search), SearchState(search)
+    runner = calibration.runner
+    ranked, passes = _ranked(calibration, state)
     for i, level in enumerate(looks):
-        ranked = _ranked(calibration, state)
-        while state.kept > level and (able := [u for u in ranked if state.fits(u)]):
-            tried = able[:_TRIED]
-            best = min(tried, key=lambda u: loss(state.without(u)))
-            state.take(best)
-            ranked = [u for u in ranked if u.heads != best.heads or u.layer != best.layer]
+        if i:
+            ranked, took = _ranked(calibration, state)
+            passes += took
+        before = runner.passes
+        remove(state, ranked, level)
+        passes += runner.passes - before
         search.progress(i + 1, len(looks))
     state.remove(ranked, 0)
-    runner.count(tries * sum(map(losses.rows.size, examples)))
-    return search.order(state.steps, "greedy", _cost(search, calibration, before))
+    passes += calibration.statistics.passes
+    note = f"This order took about {passes:.0f} forward passes over {runner.examples:,} examples."
+    return search.order(state.steps, strategy, note)
 
 
 @strategy("swap")
@@ -157,64 +142,58 @@ def _least(units: Sequence[Unit], pairs: Tensor, state: SearchState, level: int)
     def gain(i: int, others: Sequence[int]) -> float:
         return float(pairs[i, i] + 2 * pairs[i, [*others, -1]].sum())
 
-    while True:
-        trial = state.copy(units[i] for i in chosen)
-        if trial.kept <= level:
-            break
+    while (trial := state.copy(units[i] for i in chosen)).kept > level:
         able = [i for i in range(len(units)) if i not in chosen and trial.fits(units[i])]
         if not able:
             break
         chosen.append(min(able, key=lambda i: (gain(i, chosen), i)))
     while True:
-        best: tuple[float, int, int] | None = None
-        for place in range(len(chosen)):
-            others = chosen[:place] + chosen[place + 1 :]
-            now, size = gain(chosen[place], others), len(units[chosen[place]].heads)
-            trial = state.copy(units[i] for i in others)
-            for i in range(len(units)):
-                if i not in chosen and len(units[i].heads) == size and trial.fits(units[i]):
-                    change = gain(i, others) - now
-                    if change < -1e-12 and (best is None or change < best[0]):
-                        best = change, place, i
-        if best is None:
+        exchanges: list[tuple[float, int, int]] = []
+        for place, out in enumerate(chosen):
+            others = [i for i in chosen if i != out]
+            trial, now = state.copy(units[i] for i in others), gain(out, others)
+            fitting = (i for i in range(len(units)) if i not in chosen and trial.fits(units[i]))
+            alike = [i for i in fitting if len(units[i].heads) == len(units[out].heads)]
+            exchanges += [(gain(i, others) - now, place, i) for i in alike]
+        change, place, i = min(exchanges, default=(0.0, 0, 0))
+        if change >= -1e-12:
             return [units[i] for i in chosen]
-        chosen[best[1]] = best[2]
+        chosen[place] = i
 
 
-def _ranked(calibration: Calibration, state: SearchState) -> list[Unit]:
-    """All units that may go, those with the least effect first."""
-    search, units = state.search, state.units()
+def _ranked(calibration: Calibration, state: SearchState) -> tuple[list[Unit], float]:
+    """All units that may go, those with the least effect first, and the forward passes that this takes.
+
+    What was measured is kept: an interrupted search goes on where it was, and orders that begin alike look at the dense model once.
+    """
+    search, units, runner = state.search, state.units(), calibration.runner
     if not units:
-        return []
-    if (look := search.dense_looks.get(search.kind)) and not state.drop:
-        changes, _ = look
-    else:
-        changes = effects(calibration, search.layers, state.drop, units, search.effort.examples, search.store)
+        return [], 0.0
+
+    def measured() -> tuple[Tensor, float]:
+        before = runner.passes
+        changes = effects(calibration, search.layers, state.drop, units, search.effort.examples)
+        return changes, runner.passes - before
+
+    changes, passes = search.store.get(f"effects by {search.kind}, {sorted(state.drop.items())}", measured)
     if search.kind == SLICES:
-        units, changes = _sliced(search, units, changes)
+        units, changes = _in_slices(search, units, changes)
     sizes = changes.abs().mean(0).tolist()
     # What a unit costs counts by head, where units are of different size.
-    return sorted(unit._replace(score=size / len(unit.heads)) for unit, size in zip(units, sizes, strict=True))
+    ranked = sorted(unit._replace(score=size / len(unit.heads)) for unit, size in zip(units, sizes, strict=True))
+    return ranked, passes
 
 
-def _sliced(search: Search, units: Sequence[Unit], changes: Tensor) -> tuple[list[Unit], Tensor]:
-    """A head of every group, those with the least effect of each group together."""
+def _in_slices(search: Search, units: Sequence[Unit], changes: Tensor) -> tuple[list[Unit], Tensor]:
+    """A head of every group, those with the least effect of each group together; heads that share nothing go alone."""
     sizes = changes.abs().mean(0).tolist()
-    at = {(u.layer, u.heads[0]): n for n, u in enumerate(units) if len(u.heads) == 1}
     slices: list[Unit] = []
     columns: list[Tensor] = []
     for i, layer in enumerate(search.layers):
-        if not layer.groups:
-            those = [n for n, u in enumerate(units) if u.layer == i]
-            slices += [units[n] for n in those]
-            columns += [changes[:, n] for n in those]
-            continue
-        queues = [
-            sorted((at[i, h] for h in group if (i, h) in at), key=lambda n: (sizes[n], n)) for group in layer.groups
-        ]
-        for row in zip(*queues, strict=False):
-            slices.append(Unit(0.0, i, tuple(sorted(units[n].heads[0] for n in row))))
-            columns.append(changes[:, list(row)].sum(1))
+        own = {unit.heads[0]: n for n, unit in enumerate(units) if unit.layer == i}
+        rows = sliced(layer, {h: sizes[n] for h, n in own.items()}) if layer.groups else [(h,) for h in own]
+        slices += [Unit(0.0, i, heads) for heads in rows]
+        columns += [changes[:, [own[h] for h in heads]].sum(1) for heads in rows]
     return slices, torch.stack(columns, dim=1) if columns else changes[:, :0]
 
 
@@ -229,18 +208,6 @@ def stages(total: int, levels: Sequence[int]) -> list[int]:
         at = level
         numbers.append(at)
     return numbers
-
-
-def dense_looks(search: Search, kinds: Sequence[str]) -> dict[str, tuple[Tensor, float]]:
-    """The look at the dense model that every search begins with, made once for several: for every kind in which heads go."""
-    calibration, looks = _calibration_of(search), {}
-    for kind in kinds:
-        before = calibration.runner.passes
-        units = SearchState(replace(search, kind=kind)).units()
-        if units:
-            each = effects(calibration, search.layers, {}, units, search.effort.examples, search.store)
-            looks[kind] = each, calibration.runner.passes - before
-    return looks
 
 
 def work_of(
@@ -283,10 +250,3 @@ def _calibration_of(search: Search) -> Calibration:
         calibration = calibrate(search.model, search.layers, search.batches, repair=False)
     assert calibration.statistics is not None  # measured before passes are counted
     return calibration
-
-
-def _cost(search: Search, calibration: Calibration, before: float) -> str:
-    """A note on the passes of a search, of which there were ``before`` when it began."""
-    runner, look = calibration.runner, search.dense_looks.get(search.kind)
-    passes = calibration.statistics.passes + runner.passes - before + (look[1] if look else 0)
-    return f"This order took about {passes:.0f} forward passes over {runner.examples:,} examples."

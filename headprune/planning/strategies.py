@@ -7,11 +7,11 @@ same on every machine, however fast or busy, so the same seed gives the same pla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from headprune import latency
 from headprune.amounts import flops
@@ -53,14 +53,10 @@ class Effort:
 
 
 EFFORTS = {
-    e.name: e
-    for e in (
-        Effort("low", 128, 5e13),  # at 100 GFLOPs a second 8 minutes
-        Effort("normal", 512, 5e14),  # 83 minutes
-        Effort("high", None, None),
-    )
+    "low": Effort("low", 128, 5e13),  # at 100 GFLOPs a second 8 minutes
+    "normal": Effort("normal", 512, 5e14),  # 83 minutes
+    "high": Effort("high", None, None),
 }
-NORMAL = EFFORTS["normal"]
 
 
 def effort_named(name: str) -> Effort:
@@ -120,14 +116,11 @@ class Search:
         scores: Importance by head; None for a strategy that makes its own.
         constraints: What must stay.
         kind: How heads that share key/value heads go: ``"groups"`` or ``"slices"`` (`units_of`).
-        seed: For strategies that draw.
         progress: Called as work goes on.
         model: For strategies that run it: in evaluation mode, on its device, never changed.
         batches: Labelled batches to score or to compare on (the scoring part of the data).
         calibration: Of the repair that will follow, if any: strategies that run the model see it repaired.
-        dense_looks: What strategies that look at the model begin with, where it was measured already, by kind: the effects
-            ``[examples, units]`` of all units that may go, and the forward passes that they took.
-        store: Keeps what strategies measure, so that an interrupted search goes on where it was.
+        store: Keeps what strategies measure.
         effort: How much work it may be.
         loss_fn: As for `headprune.score`: for batches that are pairs ``(inputs, labels)``.
     """
@@ -136,37 +129,32 @@ class Search:
     scores: HeadScores | None = None
     constraints: Constraints = field(default_factory=Constraints)
     kind: str = GROUPS
-    seed: int = 0
     progress: Progress = no_progress
     model: nn.Module | None = None
     batches: Sequence[Any] = ()
     calibration: Calibration | None = None
-    dense_looks: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
-    store: Store | None = None
-    effort: Effort = NORMAL
+    store: Store = field(default_factory=Store)
+    effort: Effort = EFFORTS["normal"]
     loss_fn: LossFn | None = None
 
-    def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
+    def units(self) -> list[list[Unit]]:
         """The units of every layer that may go, those with the least score first.
 
         Raises:
             HeadPruneError: There are no scores, or some are not finite.
         """
-        given = scores or self.scores
-        if given is None:
+        if self.scores is None:
             raise HeadPruneError("This strategy needs scores.", "Score the model first.")
-        if not given.flat().isfinite().all():
+        if not self.scores.flat().isfinite().all():
             raise HeadPruneError("Some scores are not finite, so heads cannot be ranked.", "Score the model again.")
-        return units_of(self.layers, given.values, self.constraints, self.kind)
+        return units_of(self.layers, self.scores.values, self.constraints, self.kind)
 
     def order(self, steps: Sequence[Heads], strategy: str, *notes: str, stays: Sequence[str] = ()) -> Order:
         """The `Order` of these steps, with all that is known about the search."""
-        scores = self.scores
-        own = scores.model if scores else identity(self.model) if self.model else ""
-        return Order.of(
-            self.layers, steps, strategy=strategy, method=scores.method if scores else "",
-            model=own, stays=(*why_stay(self.layers, self.constraints), *stays), notes=notes,
-        )  # fmt: skip
+        scores, heads = self.scores, {layer.name: layer.num_heads for layer in self.layers}
+        model = scores.model if scores else identity(self.model) if self.model else ""
+        stays = (*why_stay(self.layers, self.constraints), *stays)
+        return Order(heads, tuple(steps), strategy, scores.method if scores else "", model, stays, notes)
 
     def step(self, *units: Unit) -> Heads:
         """Units that go together, as a step of an order."""
@@ -184,27 +172,37 @@ class Strategy:
         name: As ``--strategy`` takes it.
         run: Makes the order; it must be good at the numbers of kept heads it is given (descending), and decent between.
         about: What it does, in a line.
-        needs_scores: Whether it takes scores.
-        runs_model: Whether it needs the model and batches.
+        runs_model: Whether it runs the model on batches; else it goes by scores.
     """
 
     name: str
     run: Callable[[Search, Sequence[int]], Order]
     about: str
-    needs_scores: bool
     runs_model: bool
 
 
 STRATEGIES: dict[str, Strategy] = {}
+AUTO = "auto"
+"""What a search does by default: it is no strategy, but makes several orders and takes the best (`headprune.plan_search`)."""
+
+
+def abouts() -> dict[str, str]:
+    """What can be asked for as a strategy, by name, each with a line that describes it."""
+    auto = (
+        "Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used."
+    )
+    return {AUTO: auto, **{strategy.name: strategy.about for strategy in STRATEGIES.values()}}
+
+
 _Run = Callable[[Search, Sequence[int]], Order]
 
 
-def strategy(name: str, *, needs_scores: bool = True, runs_model: bool = False) -> Callable[[_Run], _Run]:
+def strategy(name: str, *, runs_model: bool = False) -> Callable[[_Run], _Run]:
     """Register a strategy under a name; the first line of its docstring describes it."""
 
     def register(run: _Run) -> _Run:
         about = (run.__doc__ or "").strip().partition("\n")[0]
-        STRATEGIES[name] = Strategy(name, run, about, needs_scores, runs_model)
+        STRATEGIES[name] = Strategy(name, run, about, runs_model)
         return run
 
     return register

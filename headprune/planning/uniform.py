@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -37,7 +37,8 @@ def uniform(search: Search, levels: Sequence[int]) -> Order:
     that it cannot represent (such as the image encoder of a language model that sees) keep all heads. If no part can, or if the model is
     not seen (`headprune.plan`), a step takes a unit from every layer that has as many heads and groups.
     """
-    columns, groups = search.units(), _same_counts(search.layers)
+    columns = search.units()
+    groups = _alike(search, range(len(search.layers)), lambda layer: (layer.num_heads, layer.num_kv_heads))
     counts = StockCounts.of(search.model, search.layers)
     parts = [part for same in groups for part in _representable(search, counts, same, columns)] if counts else []
     stays, notes, in_stock = list[str](), list[str](), bool(parts)
@@ -86,20 +87,17 @@ def _representable(
     return [part for kind in kinds if len(kinds) > 1 and (part := _best(search, counts, kind, columns)).stops]
 
 
-def _same_counts(layers: Sequence[AttentionLayer]) -> list[list[int]]:
-    """Positions of the layers that have as many heads and key/value heads as each other."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i, layer in enumerate(layers):
-        groups.setdefault((layer.num_heads, layer.num_kv_heads), []).append(i)
+def _alike(search: Search, positions: Iterable[int], trait: Callable[[AttentionLayer], Hashable]) -> list[list[int]]:
+    """Positions of layers, those together that have the same of a trait."""
+    groups: dict[Hashable, list[int]] = {}
+    for i in positions:
+        groups.setdefault(trait(search.layers[i]), []).append(i)
     return list(groups.values())
 
 
-def _kinds(search: Search, layers: Sequence[int]) -> list[list[int]]:
-    """Layers whose names differ by numbers alone."""
-    kinds: dict[str, list[int]] = {}
-    for i in layers:
-        kinds.setdefault(pattern(search.layers[i].name), []).append(i)
-    return list(kinds.values())
+def _kinds(search: Search, positions: Sequence[int]) -> list[list[int]]:
+    """Positions of layers, those together whose names differ by numbers alone."""
+    return _alike(search, positions, lambda layer: pattern(layer.name))
 
 
 def _best(search: Search, counts: StockCounts, layers: list[int], columns: Sequence[list[Unit]]) -> _LayerGroup:

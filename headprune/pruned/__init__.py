@@ -17,18 +17,14 @@ from headprune.pruned.structure import (
     ghosts,
     home,
     note_ghosts,
-    note_heads,
-    note_removed,
-    note_was_repaired,
     record_of,
     remove_biases,
-    removed,
     restructure,
     structure_of,
-)  # fmt: skip
+)
 
 __all__ = [
     "EmptyAttention", "HeadArgument", "MultiheadAttention", "SharedPositionBias", "Structure", "add_biases", "add_record", "convert",
-    "from_ranges", "ghosts", "home", "is_ours", "note_ghosts", "note_heads", "note_removed", "note_was_repaired", "record_of",
-    "remove_biases", "removed", "restructure", "stand_in", "structure_of", "to_ranges",
+    "from_ranges", "ghosts", "home", "is_ours", "note_ghosts", "record_of", "remove_biases", "restructure", "stand_in", "structure_of",
+    "to_ranges",
 ]  # fmt: skip

@@ -118,9 +118,8 @@ class HeadArguments(HookData):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadArguments:
-        arguments = (
-            HeadArgument(**{**a, "features": tuple(map(tuple, a.get("features", ())))}) for a in data["arguments"]
-        )
+        features = [tuple(map(tuple, a.get("features", ()))) for a in data["arguments"]]
+        arguments = (HeadArgument(**{**a, "features": f}) for a, f in zip(data["arguments"], features, strict=True))
         return cls(tuple(arguments), data["num_heads"], from_ranges(data["kept"]))
 
 
@@ -236,7 +235,7 @@ _CLAIMS = "_headprune_claims"
 
 
 class _Claims(TorchFunctionMode):
-    """What `_NarrowTensor` does, for `torch.export`, whose tensors can have no other class."""
+    """`_NarrowTensor` for `torch.export`, which allows no subclass of Tensor: sizes of some tensors are reported as smaller."""
 
     def __init__(self, claimed: int) -> None:
         super().__init__()
@@ -295,7 +294,7 @@ def _narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _no_longer_narrow(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook: the end of `_narrowed`."""
+    """Forward hook: ends what `_narrowed` began."""
     claims = vars(module).pop(_CLAIMS, None)
     if claims is not None:
         claims.__exit__(None, None, None)

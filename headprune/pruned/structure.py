@@ -63,7 +63,8 @@ def structure_of(model: nn.Module) -> Structure:
             modules[name] = entry
         for own in entry.get("tensors", ()):
             names.setdefault(id(_tensors(module, own)[own]), []).append(_joined(name, own))
-    biases, kept = added_biases(model), sorted(ghosts(model))
+    inner, prefix = home(model)
+    biases, kept = [prefix + name for name in vars(inner).get(_BIASES, [])], sorted(ghosts(model))
     if not (modules or biases or kept):
         return {}
     shared = [group for group in names.values() if len(group) > 1]
@@ -85,7 +86,7 @@ def _differences(module: nn.Module) -> dict[str, Any]:
 
 
 def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
-    """Make a dense model's modules differ from their classes as ``structure`` says; tensors' values mean nothing then.
+    """Give a dense model's modules the shapes, numbers and hooks of a pruned model; its weights have to be loaded afterwards.
 
     Args:
         model: Dense, of the class and config that ``structure`` was read off; or its base model, or a model with a head on that.
@@ -124,7 +125,7 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
             vars(module)[own] = ConfigView(getattr(module, own), dict(fields))
         for kind, data in entry.get("carried", {}).items():
             HOOK_DATA[kind].from_json(data).attach(module)
-    _tie_what_is_one(model, here, first_of)
+    _correct_ties(model, here, first_of)
     vars(model)[_BIASES] = [name for name in (_renamed(model, b) for b in structure["biases"]) if name is not None]
     vars(model)[_GHOSTS] = {name for name in (_renamed(model, g) for g in structure["ghosts"]) if name is not None}
     drops = [{_renamed(model, n) or n: heads for n, heads in drop.items()} for drop in structure.get("removed", ())]
@@ -132,8 +133,8 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
     add_record(model, {"removed": drops, "heads": heads, "repaired": structure.get("repaired")})
 
 
-def _tie_what_is_one(model: nn.Module, here: Mapping[str, str], first_of: Mapping[str, str]) -> None:
-    """Correct which tensors transformers ties when it loads a folder: of those that differ from their class's, those that are one.
+def _correct_ties(model: nn.Module, here: Mapping[str, str], first_of: Mapping[str, str]) -> None:
+    """Tell transformers which of the changed tensors are tied, so that it ties no others when it loads a folder.
 
     Layers that share their weights (Zamba 2) may have lost different heads; they must not get each other's.
 
@@ -151,7 +152,7 @@ def _tie_what_is_one(model: nn.Module, here: Mapping[str, str], first_of: Mappin
 
 
 def _renamed(model: nn.Module, saved: str) -> str | None:
-    """The name that a module has in this model: another where only the base model is loaded, or where a head is put on it."""
+    """A saved module's name in this model, which may be the base model alone, or the base model with a head; None if it is not there."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for name in (saved, saved.removeprefix(prefix), prefix + saved):
         try:
@@ -182,7 +183,7 @@ def _new(like: Tensor | None, shape: Sequence[int], beside: Tensor | None = None
 
 
 def hold(module: nn.Module, name: str, value: Tensor | None) -> None:
-    """Put a tensor into a module. A buffer that was cut is saved with the weights from then on: no class can compute it."""
+    """Set a module's tensor. A buffer becomes persistent, since no class can compute a buffer that was cut."""
     _tensors(module, name)[name] = value
     if name in module._buffers:
         module._non_persistent_buffers_set.discard(name)
@@ -215,17 +216,13 @@ def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:
 
 
 def home(model: nn.Module) -> tuple[nn.Module, str]:
-    """The model that notes are kept on, and what comes before its modules' names: of PEFT's wrapper the model within, which is
-    what stays once the adapters are merged."""
+    """The model that holds the record, and the prefix of its modules' names in ``model``.
+
+    For PEFT's wrapper that is the inner model, which stays when the adapters are merged.
+    """
     get = getattr(model, "get_base_model", None)
     inner: nn.Module = get() if callable(get) else model
     return inner, next((f"{name}." for name, module in model.named_modules() if module is inner and name), "")
-
-
-def added_biases(model: nn.Module) -> list[str]:
-    """Modules of a repaired model that have got a bias."""
-    inner, prefix = home(model)
-    return [prefix + name for name in vars(inner).get(_BIASES, [])]
 
 
 def add_biases(model: nn.Module, names: Sequence[str]) -> None:
@@ -244,59 +241,35 @@ def remove_biases(model: nn.Module, names: Sequence[str]) -> None:
     """Undo `add_biases`."""
     inner, prefix = home(model)
     own = vars(inner).setdefault(_BIASES, [])
-    for name in names:
-        if (noted := name.removeprefix(prefix)) in own:
-            module: Any = model.get_submodule(name)
-            module.bias = None
-            own.remove(noted)
-
-
-def note_removed(model: nn.Module, removed: Sequence[Mapping[str, Sequence[int]]]) -> None:
-    """Add to the heads that a model has lost, a mapping for each prune."""
-    inner, prefix = home(model)
-    noted = [{name.removeprefix(prefix): heads for name, heads in drop.items()} for drop in removed]
-    vars(inner)[_REMOVED] = [*vars(inner).get(_REMOVED, ()), *noted]
-
-
-def removed(model: nn.Module) -> list[dict[str, list[int]]]:
-    """The heads that each prune has removed from a model; each counts within what the prune before left."""
-    inner, prefix = home(model)
-    return [{prefix + name: heads for name, heads in drop.items()} for drop in vars(inner).get(_REMOVED, ())]
-
-
-def note_heads(model: nn.Module, heads: Mapping[str, int]) -> None:
-    """Note how many heads each layer has before its first prune."""
-    inner, prefix = home(model)
-    vars(inner)[_HEADS] = {name.removeprefix(prefix): count for name, count in heads.items()}
-
-
-def heads_before(model: nn.Module) -> dict[str, int]:
-    """How many heads each layer had before the first prune, in the layers' order; {} if there was none, or it is not known."""
-    inner, prefix = home(model)
-    return {prefix + name: count for name, count in vars(inner).get(_HEADS, {}).items()}
-
-
-def note_was_repaired(model: nn.Module) -> None:
-    """Note that a repair refitted a model."""
-    vars(home(model)[0])[_WAS_REPAIRED] = True
-
-
-def was_repaired(model: nn.Module) -> bool:
-    """Whether a repair refitted a model."""
-    return _WAS_REPAIRED in vars(home(model)[0])
+    for name in [name for name in names if name.removeprefix(prefix) in own]:
+        model.get_submodule(name)._parameters["bias"] = None
+        own.remove(name.removeprefix(prefix))
 
 
 def record_of(model: nn.Module) -> dict[str, Any]:
-    """What was done to a model: which heads were ``removed``, of how many (``heads``), and whether it was ``repaired``."""
-    return {"removed": removed(model), "heads": heads_before(model), "repaired": was_repaired(model)}
+    """What was done to a model.
+
+    Returns:
+        ``removed``, the heads that each prune took, counted within what the prune before left; ``heads``, how many each layer had before
+        the first prune, in the layers' order ({} if there was none, or it is not known); and whether it was ``repaired``.
+    """
+    inner, prefix = home(model)
+    notes = vars(inner)
+    drops = [{prefix + name: heads for name, heads in drop.items()} for drop in notes.get(_REMOVED, ())]
+    heads = {prefix + name: count for name, count in notes.get(_HEADS, {}).items()}
+    return {"removed": drops, "heads": heads, "repaired": _WAS_REPAIRED in notes}
 
 
 def add_record(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Let a model know what `record_of` said of another of the same weights."""
-    note_removed(model, record.get("removed", ()))
-    note_heads(model, record.get("heads", {}))
+    """Add to what `record_of` says of a model: more that was ``removed``, the ``heads`` of each layer, that it was ``repaired``."""
+    inner, prefix = home(model)
+    notes = vars(inner)
+    drops = [{name.removeprefix(prefix): heads for name, heads in drop.items()} for drop in record.get("removed", ())]
+    notes[_REMOVED] = [*notes.get(_REMOVED, ()), *drops]
+    if "heads" in record:
+        notes[_HEADS] = {name.removeprefix(prefix): count for name, count in record["heads"].items()}
     if record.get("repaired"):
-        note_was_repaired(model)
+        notes[_WAS_REPAIRED] = True
 
 
 def note_ghosts(model: nn.Module, names: Sequence[str]) -> None:

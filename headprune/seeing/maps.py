@@ -129,9 +129,12 @@ def collect_by_example(
 
 
 def collect(
-    model: nn.Module, layers: Sequence[AttentionLayer], inputs: Example, size: int, keep: Keep
-) -> dict[str, list[Any]]:
+    model: nn.Module, layers: Sequence[AttentionLayer], inputs: Example, size: int, keep: Keep, unseen: dict[str, str] | None = None
+) -> dict[str, list[Any]]:  # fmt: skip
     """What ``keep`` returns for the weights of every layer, call by call, in one run on inputs of ``size`` examples.
+
+    Args:
+        unseen: As of `attention_maps`.
 
     Raises:
         RowsError: A layer mixes the rows of several examples.
@@ -140,7 +143,7 @@ def collect(
     # Nobody reads the logits, which for a language model can be the largest of all tensors.
     named = isinstance(inputs, Mapping) and not {"labels", "logits_to_keep"} & set(inputs)
     short = {"logits_to_keep": 1} if named and "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    with attention_maps(model, layers, size, keep) as kept:
+    with attention_maps(model, layers, size, keep, unseen) as kept:
         try:
             call(model, inputs, **short)
         except HeadPruneError:
@@ -158,6 +161,7 @@ def attention_maps(
     layers: Sequence[AttentionLayer],
     examples: int | None = None,
     keep: Keep = Weights.whole,
+    unseen: dict[str, str] | None = None,
 ) -> Iterator[dict[str, list[Any]]]:
     """Collect attention weights while the context lasts; run the model inside. No hook is left behind.
 
@@ -168,6 +172,7 @@ def attention_maps(
             windows out of its input or puts heads into the batch dimension; without it, rows are not reordered, and
             (batch * heads, queries, keys) is taken to have the batch first.
         keep: From a layer's weights to what is kept of them: by default all of them, ``[examples, heads, queries, keys]``.
+        unseen: Gets the reason, by layer, where weights were not seen; without it, that is an error.
 
     Yields:
         ``{layer_name: [what is kept, for each call of the layer]}``, filled as the model runs. A query that may
@@ -188,11 +193,15 @@ def attention_maps(
         stack.enter_context(collector)
         yield collector.kept
     for layer in layers:
-        if not collector.kept[layer.name]:
-            raise HeadPruneError(
-                f"Layer {layer.name}: its attention weights cannot be seen.",
-                f"They must be a softmax over the keys, with a dimension of {layer.num_heads} heads.",
+        if layer.module in collector.unclear or not collector.kept[layer.name]:
+            reason = (
+                f"Layer {layer.name}: {collector.unclear.get(layer.module, 'its attention weights cannot be seen.')}"
             )
+            if unseen is None:
+                raise HeadPruneError(
+                    reason, f"They must be a softmax over the keys, with a dimension of {layer.num_heads} heads."
+                )
+            unseen[layer.name] = reason
 
 
 class _Collector(TorchFunctionMode):
@@ -201,6 +210,7 @@ class _Collector(TorchFunctionMode):
     Attributes:
         kept: What ``keep`` returned, by layer and call.
         layers: The layers of each module, by the number in their name: "attn#2" is the second attention that "attn" computes.
+        unclear: Why it is not clear which weights are whose, by module.
         running: Modules that run, the innermost last, each with the number of attentions that it has computed in this call.
     """
 
@@ -212,6 +222,7 @@ class _Collector(TorchFunctionMode):
         for layer in layers:
             number = int(layer.name.partition("#")[2] or 1)
             self.layers.setdefault(layer.module, {})[number] = layer
+        self.unclear: dict[str, str] = {}
         self.running: list[tuple[str, int]] = []
 
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
@@ -219,10 +230,8 @@ class _Collector(TorchFunctionMode):
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name, count = self.running.pop()
-        last = max(self.layers[name])
-        if count % last:
-            layer = self.layers[name][last].name
-            raise HeadPruneError(f"Layer {layer}: which of {count} attentions in {name} is its own is not clear.")
+        if count % max(self.layers[name]):
+            self.unclear[name] = f"which of {count} attentions in {name} is its own is not clear."
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -241,7 +250,13 @@ class _Collector(TorchFunctionMode):
         name, count = self.running[-1]
         layers = self.layers[name]
         layer = layers.get(count % max(layers) + 1)
-        weights = _by_head(layer or next(iter(layers.values())), shape, read, self.examples)
+        try:
+            weights = _by_head(layer or next(iter(layers.values())), shape, read, self.examples)
+        except RowsError:
+            if self.examples != 1:
+                raise  # they are then run one by one
+            self.unclear[name] = f"attention weights of shape {shape} cannot be split into heads and windows."
+            return
         if weights is None:
             return  # a softmax over something else
         self.running[-1] = name, count + 1

@@ -19,7 +19,7 @@ from headprune.running import quiet
 from headprune.seeing.maps import Weights, collect, collect_by_example, on_device, rows_of
 from headprune.seeing.roles import HeadProfiles, with_role
 from headprune.seeing.sequences import Grid, Sequences, convolution_shapes, grid_among, is_image, sequences_of
-from headprune.seeing.sums import LayerInput, Sums, added, profile_of, repeated_sums, sums_of
+from headprune.seeing.sums import LayerInput, Sums, added, profile_of, sums_of
 
 REPEATED = 4  # sequences of random tokens
 _TOKENS = 50  # in each, before they are repeated
@@ -48,7 +48,7 @@ def profile_heads(
 
     Returns:
         ``{layer_name: [profile of head 0, …]}``; [] for a layer whose weights cannot be seen. See `headprune.HeadProfile`. ``.top(10)``
-        gives the heads that show their role best, ``.plot()`` a picture of the roles.
+        gives the heads that show their role best.
 
     Raises:
         HeadPruneError: No batch; the model does not run on one; no layer's weights can be seen.
@@ -68,7 +68,7 @@ def profile_heads(
         sums = _sums(
             model, seen, inputs, rows, LayerInput(separators=marks, frequencies=_frequencies(sequences), grid=grid)
         )
-        repeated = _repeated_sums(model, seen, sequences, seed)
+        repeated = _repeated_sums(model, seen, sequences, rows, seed)
         for name, more in repeated.items():
             sums[name] = added(sums[name], more)
     heads = {layer.name: [profile_of(sums[layer.name], h) for h in range(layer.num_heads)] for layer in seen}
@@ -111,25 +111,13 @@ def _seen_layers(
         HeadPruneError: No layer's weights can be seen.
     """
 
-    def positions(some: Sequence[AttentionLayer]) -> dict[str, list[int]]:
-        return collect(model, some, example, 1, lambda weights: weights.shape[2])
-
     unseen: dict[str, str] = {}
     with convolution_shapes(model) as shapes:
-        try:
-            seen = positions(layers)
-        except HeadPruneError:  # one of them cannot be seen
-            seen = {}
-            for module in dict.fromkeys(layer.module for layer in layers):
-                group = [layer for layer in layers if layer.module == module]
-                try:
-                    seen.update(positions(group))
-                except HeadPruneError as error:
-                    unseen.update({layer.name: str(error.args[0]) for layer in group})
+        positions = collect(model, layers, example, 1, lambda weights: weights.shape[2], unseen)
+    seen = [layer for layer in layers if layer.name not in unseen]
     if not seen:
         raise HeadPruneError(next(iter(unseen.values()), "The model has no attention layer."), "Name other layers.")
-    grid = grid_among(shapes, next(iter(seen.values()))[0]) if is_image(example) else None
-    return [layer for layer in layers if layer.name in seen], unseen, grid
+    return seen, unseen, grid_among(shapes, positions[seen[0].name][0]) if is_image(example) else None
 
 
 def _frequencies(sequences: Sequence[Sequences]) -> Tensor | None:
@@ -140,7 +128,7 @@ def _frequencies(sequences: Sequence[Sequences]) -> Tensor | None:
 
 
 def _repeated_sums(
-    model: nn.Module, layers: Sequence[AttentionLayer], sequences: Sequence[Sequences], seed: int
+    model: nn.Module, layers: Sequence[AttentionLayer], sequences: Sequence[Sequences], rows: Rows, seed: int
 ) -> dict[str, Sums]:
     """The sums for induction and duplicate tokens, by layer, of a causal language model; {} of any other.
 
@@ -163,13 +151,8 @@ def _repeated_sums(
     drawn = torch.stack([torch.randperm(vocabulary, generator=generator)[:length] for _ in range(REPEATED)])
     tokens = torch.cat([firsts[:1].cpu().expand(REPEATED, begun), drawn, drawn], dim=1).to(firsts.device)
 
-    def keep(weights: Weights) -> Sums:
-        whole = weights.shape[2] == tokens.shape[1] <= weights.shape[3] and weights.ordered and weights.windows == 1
-        return repeated_sums(weights, length) if whole else {}
-
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     try:
-        runs = collect(model, decoders, given, REPEATED, keep)
+        return _sums(model, decoders, [given], rows, LayerInput(repeated=length))
     except HeadPruneError:  # it takes more than tokens, or not so many
         return {}
-    return {name: reduce(added, calls, {}) for name, calls in runs.items()}

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from headprune.seeing.sequences import Grid
 
 HALF = 0.5  # of the attention: Clark et al. (2019), section 3
@@ -122,17 +120,6 @@ class HeadProfiles(dict[str, list[HeadProfile]]):
             for label, p in self.top()
         )
         return f"<table><caption>{html.escape(repr(self))}</caption>{''.join(rows)}</table>"
-
-    def plot(self) -> Figure:
-        """How many heads have each role; the figure's ``savefig`` writes it."""
-        from matplotlib.figure import Figure
-
-        roles, counts = zip(*reversed(self._roles().most_common()), strict=True)
-        figure = Figure(layout="constrained")
-        axis = figure.subplots()
-        axis.bar_label(axis.barh(roles, counts))
-        axis.set(xlabel="heads")
-        return figure
 
 
 class Rule(NamedTuple):

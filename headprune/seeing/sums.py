@@ -33,35 +33,27 @@ class LayerInput:
         frequencies: How often each token is in the data, by id; None where that is not counted.
         grid: Of the image that the model sees.
         is_image: Whether the positions are those of an image, with a grid that is known or not.
+        repeated: How many tokens end the input twice; then induction and duplicate tokens are measured, and nothing else.
     """
 
-    separators: Tensor
+    separators: Tensor | None = None
     queries: TokenSequence = UNKNOWN_TOKENS
     keys: TokenSequence = UNKNOWN_TOKENS
     frequencies: Tensor | None = None
     grid: Grid | None = None
     is_image: bool = False
+    repeated: int = 0
 
 
 def sums_of(weights: Weights, given: LayerInput) -> Sums:
     """The sums over all queries of a call."""
     call = _Call(weights, given)
     for start, block in weights.blocks():
-        call.add(start, block)
+        if given.repeated:
+            call.add_repeated(start, block)
+        else:
+            call.add(start, block)
     return call.sums
-
-
-def repeated_sums(weights: Weights, length: int) -> Sums:
-    """The sums for induction and duplicate tokens, of a causal layer's call on ``length`` tokens that end the input twice."""
-    sums: Sums = {}
-    queries = weights.shape[2]
-    for start, block in weights.blocks():
-        rows = torch.arange(start, start + block.shape[2], device=block.device)
-        second = (rows >= queries - length).expand(block.shape[0], -1)
-        for figure, back in (("duplicate", length), ("induction", length - 1)):
-            keys = (rows - back).clamp(min=0)
-            _add_mean(sums, figure, _at(block, keys[:, None]), second)
-    return sums
 
 
 def added(one: Sums, other: Sums) -> Sums:
@@ -144,7 +136,7 @@ class _Call:
             chance = self.rarest.sum(-1) / self.real_keys.sum(-1).clamp(min=1)
             _add_mean(self.sums, "rare", hits.double(), counted)
             _add_mean(self.sums, "rare_chance", chance[:, None, None].expand(hits.shape), counted)
-        if self.ids is not None:
+        if self.ids is not None and self.given.separators is not None:
             separators = torch.isin(self.ids, self.given.separators.to(self.ids.device))[:, None] & keys
             self._add_share("separator", inside, separators, counted)
         if not self.aligned:
@@ -156,6 +148,15 @@ class _Call:
             elsewhere = rows[:, None] != torch.arange(self.tokens, device=rows.device)
             same = (self.ids[:, rows, None] == self.ids[:, None]) & keys & elsewhere
             self._add_share("same", inside, same, counted)
+
+    def add_repeated(self, start: int, weights: Tensor) -> None:
+        """Add induction and duplicate tokens of some queries, those of a token's second occurrence."""
+        if self.ids is None or not self.aligned:  # of other positions than the tokens'
+            return
+        rows, length = torch.arange(start, start + weights.shape[2], device=weights.device), self.given.repeated
+        second = (rows >= self.tokens - length).expand(weights.shape[0], -1)
+        for figure, back in (("duplicate", length), ("induction", length - 1)):
+            _add_mean(self.sums, figure, _at(weights, (rows - back).clamp(min=0)[:, None]), second)
 
     def _add_places(self, rows: Tensor, weights: Tensor, keys: Tensor, counted: Tensor) -> None:
         """Add what depends on where keys are from their query."""

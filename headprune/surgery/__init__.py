@@ -19,7 +19,7 @@ from headprune.errors import PruneError
 from headprune.inputs import Example, check_model, model_device, move, usable
 from headprune.offload import renewed
 from headprune.plans import PruningPlan
-from headprune.pruned import note_ghosts, note_heads, note_removed, removed, structure_of
+from headprune.pruned import add_record, note_ghosts, record_of, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
 from headprune.surgery.evidence import inputs_for
 from headprune.surgery.journal import Journal
@@ -88,7 +88,7 @@ def prune(
         plan.check_model(model, repaired_for=drop)
     renewed(model)
     touched = [layer for layer in layers if layer.name in drop]
-    whole = not removed(model) and not structure_of(model).get("modules")  # else it once had more heads
+    whole = not record_of(model)["removed"] and not structure_of(model).get("modules")  # else it once had more heads
     modes = {layer.module: model.get_submodule(layer.module).training for layer in touched if layer.prunable}
     for layer in touched:
         check_possible(layer, drop[layer.name])
@@ -99,18 +99,16 @@ def prune(
         cut = prove(model, touched, drop, inputs, layers)
         if cut.failure:
             names = ", ".join(failing_layers(model, touched, drop, inputs, layers)[:3]) or "these layers together"
-            raise PruneError(
-                f"The heads of {names} cannot be removed exactly: {cut.failure}. The model is unchanged.",
-                "Mask them instead (headprune.mask), or leave that layer out of the plan.",
-            )
+            message = f"The heads of {names} cannot be removed exactly: {cut.failure}. The model is unchanged."
+            raise PruneError(message, "Mask them instead (headprune.mask), or leave that layer out of the plan.")
     if whole:
-        note_heads(model, {layer.name: layer.num_heads for layer in layers})
+        add_record(model, {"heads": {layer.name: layer.num_heads for layer in layers}})
     forget_compiled()
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name).train(training)
     _note(model, cut.removal)
     input_specs.record(model, example)
-    return Proof(cut.difference, cut.tolerance, cut.inputs, left_as_ghosts(touched, drop))
+    return cut.proof
 
 
 def remove(model: nn.Module, removal: Removal) -> None:
@@ -121,5 +119,5 @@ def remove(model: nn.Module, removal: Removal) -> None:
 
 def _note(model: nn.Module, removal: Removal) -> None:
     """Note on a model what it has lost, and let it save itself by headprune."""
-    note_removed(model, [removal.drop])
+    add_record(model, {"removed": [removal.drop]})
     note_ghosts(model, left_as_ghosts(removal.layers, removal.drop))

@@ -10,26 +10,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headprune import inputs
 from headprune.attention import AttentionLayer, Heads
-from headprune.inputs import (
-    Example,
-    config_fields,
-    model_device,
-    scrambled,
-    shortened,
-    tensors,
-    variants,
-    vocabulary_size,
-    widened,
-    writes,
-)
+from headprune.inputs import Example, tensors, widened, writes
 from headprune.pruned.hooks import surviving
 
 LENGTH = 64  # tokens of the longer input, if the example is short; a longer example is doubled
@@ -44,13 +34,6 @@ class Prompt(dict[str, Any]):
     """An example from which the model generates token by token, with a cache."""
 
 
-def _prompt(model: nn.Module, example: Example) -> Prompt | None:
-    """The part of an example from which the model generates text; None if it cannot."""
-    if not isinstance(example, Mapping) or "input_ids" not in example or not writes(model):
-        return None
-    return Prompt({k: v for k, v in example.items() if not k.startswith(("decoder_", "labels"))})
-
-
 def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
     """Inputs for the proof: the example, versions with other shapes and padding, random content, more tokens, and a prompt.
 
@@ -58,9 +41,10 @@ def inputs_for(model: nn.Module, example: Example) -> list[list[Example]]:
     later tokens are hidden. What is derived from a text has at most `LONG` tokens: with padding many models build a mask of tokens x
     tokens. Each input is a list of choices: a model may refuse some, and the first that it takes is used.
     """
-    short = shortened(example, LONG)
-    prompt = _prompt(model, short)
-    single = [example, *variants(short)[:2], *scrambled(short, vocabulary_size(model)), *([prompt] if prompt else [])]
+    short = inputs.first_tokens(example, LONG)
+    single = [example, *inputs.variants(short)[:2], *inputs.scrambled(short, inputs.vocabulary_size(model))]
+    if isinstance(short, Mapping) and "input_ids" in short and writes(model):
+        single.append(Prompt({k: v for k, v in short.items() if not k.startswith(("decoder_", "labels"))}))
     return [[each] for each in single] + longer(example, position_limit(model))
 
 
@@ -82,27 +66,24 @@ def longer(example: Example, limit: int | None = None) -> list[list[Example]]:
     for dim in (1, 0) if main.ndim == 3 else (1,):
         lengths = {t.shape[dim] for t in _tokens(example) if t.ndim == main.ndim or dim == 1}
         batch = main.shape[1 - dim]
-        choices: list[Example] = []
-        for targets in zip(*map(_targets, lengths), strict=True):
+        choices, tried = list[Example](), list[list[torch.Size]]()
+        tries = [(max(LENGTH, 2 * n), 4 * n, 2 * n, n + -(-n // 4)) for n in lengths]  # the longest first
+        for targets in zip(*tries, strict=True):
             new = {n: min(m, limit or m) for n, m in zip(lengths, targets, strict=True) if 1 < n <= LONG}
             new = {n: m for n, m in new.items() if m > n}
             for rows in dict.fromkeys((1, batch)) if new else ():
                 extended = _extended(example, new, main, dim, batch, rows)
-                if _shapes(extended) not in map(_shapes, choices):
+                if (shapes := [t.shape for t in tensors(extended)]) not in tried:
+                    tried.append(shapes)
                     choices.append(extended)
         if choices:
             result.append(choices)
     return result
 
 
-def _targets(length: int) -> tuple[int, ...]:
-    """The lengths to try, the longest first."""
-    return max(LENGTH, 2 * length), 4 * length, 2 * length, length + -(-length // 4)
-
-
 def position_limit(model: nn.Module) -> int | None:
     """The most tokens that a transformers model takes, by its config; None if that names no limit."""
-    limits = (v for k, v in config_fields(model) if _LIMIT.search(k) and type(v) is int and v > 1)
+    limits = (v for k, v in inputs.config_fields(model) if _LIMIT.search(k) and type(v) is int and v > 1)
     return min(limits, default=None)
 
 
@@ -152,18 +133,10 @@ def _extended(value: Any, new: Mapping[int, int], main: Tensor, dim: int, batch:
     return value
 
 
-def _shapes(example: Example) -> list[torch.Size]:
-    return [t.shape for t in tensors(example)]
-
-
-@contextmanager
-def within_bounds(model: nn.Module) -> Iterator[None]:
+def within_bounds(model: nn.Module) -> AbstractContextManager[Any]:
     """Raise IndexError for an index out of range on any device: CUDA would stop working for the whole process."""
-    if model_device(model).type == "cpu":  # it raises by itself
-        yield
-        return
-    with _Bounds():  # type: ignore[no-untyped-call]
-        yield
+    # A CPU raises by itself.
+    return nullcontext() if inputs.model_device(model).type == "cpu" else _Bounds()  # type: ignore[no-untyped-call]
 
 
 class _Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -193,7 +166,7 @@ ROWS = 64  # positions that are kept of each output: a large model has many laye
 FAINT = 1e-2  # a head far smaller than its layer's largest is compared as if it were this share of that one
 
 Seen = dict[str, list[list[Tensor]]]
-"""For each place in a layer, what was seen there in each of its calls: a tensor ``[positions, features]`` for each head, or one."""
+"""Outputs by place in a layer, one entry for each call: one tensor ``[positions, features]``, or one for each head."""
 
 
 @contextmanager

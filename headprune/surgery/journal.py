@@ -16,11 +16,11 @@ from headprune.pruned import MultiheadAttention, convert, hooks, is_ours
 from headprune.pruned.hooks import Features, HeadArgument, surviving
 from headprune.pruned.modules import ConfigView, OnlyBias, emptied
 from headprune.pruned.structure import Edited, hold, replace_by_stand_in, set_module
-from headprune.surgery.removal import WIDTHS, HeadCounts, Removal, groups_left
+from headprune.surgery.removal import Removal, count_changes, groups_left
 
 
 class Journal:
-    """Cuts a model, and notes how to take every change back.
+    """An undo log: cuts a model, and records how to undo each change.
 
     Attributes:
         changes: What was set where, to tell two ways of removal apart.
@@ -28,11 +28,11 @@ class Journal:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
-        self._slices: dict[tuple[int, int, tuple[int, ...]], Tensor] = {}  # so that what is shared stays shared
+        self._slices: dict[tuple[Any, ...], Tensor] = {}  # so that what is shared stays shared
         self.changes: list[str] = []
 
     def undo(self) -> None:
-        """Take every change back, the last one first."""
+        """Undo every change, the last one first."""
         while self._undo:
             self._undo.pop()()
 
@@ -89,31 +89,29 @@ class Journal:
             mixer = model.get_submodule(layer.mixer)
             self._place(mixer, layer.gate, kept, kept, before=True)
             self._select(mixer, left)
-        self._slice(output, left, output=False)
-        if ghost:
-            self._zero(output)
+        self._slice(output, left, output=False, zero=ghost)
 
     def _correct_counts(self, model: nn.Module, layer: AttentionLayer, removal: Removal, kept: Sequence[int]) -> None:
         """Correct the numbers of heads that modules hold as attributes or in a config, and drop what they cached for all heads."""
-        left = (layer, len(kept), groups_left(layer, kept), WIDTHS[removal.widths])
+        left = len(kept), groups_left(layer, kept)
         for name in (*layer.inner_modules, *(layer.side_modules if removal.side_modules else ())):
             module = model.get_submodule(name)
-            counts = HeadCounts(*left, beside=name != layer.module, by_group=removal.by_group)
-            for attribute, new in counts.changes(vars(module)).items():
+            changes = partial(count_changes, layer=layer, left=left, removal=removal, beside=name != layer.module)
+            for attribute, new in changes(vars(module)).items():
                 self._set(module, attribute, new)
             if removal.own_config:
-                self._set_config(module, counts)
+                self._set_config(module, changes)
             for attribute, cache in list(vars(module).items()):
                 if type(cache) is dict and attribute[0] != "_" and any(isinstance(v, Tensor) for v in cache.values()):
                     self._set(module, attribute, {})
 
     # -- tensors ------------------------------------------------------------------------------------
 
-    def _slice(self, module: nn.Module, features: Features, *, output: bool) -> None:
-        """Keep some input or output features of a linear module."""
+    def _slice(self, module: nn.Module, features: Features, *, output: bool, zero: bool = False) -> None:
+        """Keep some input or output features of a linear module; as zeros, where it shall give nothing."""
         # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
         dim = 0 if output == isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else 1
-        size = self._slice_tensor(module, "weight", features, dim)
+        size = self._slice_tensor(module, "weight", features, dim, zero)
         if output:
             self._slice_tensor(module, "bias", features, 0)
         for name in ("out_features", "out_channels", "nf") if output else ("in_features", "in_channels", "nx"):
@@ -133,36 +131,30 @@ class Journal:
                 self._set(module, "in_channels", module.in_channels * size // module.out_channels)
             self._set(module, "out_channels", size)
 
-    def _slice_tensor(self, module: nn.Module, name: str, features: Features, dim: int) -> int:
-        """Keep some entries of a module's parameter or buffer, if it has one of this name; returns how many."""
+    def _slice_tensor(self, module: nn.Module, name: str, features: Features, dim: int, zero: bool = False) -> int:
+        """Keep some entries of a module's parameter or buffer, if it has one of this name, perhaps as zeros; returns how many."""
         held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
         old = held.get(name)
         if old is None:
             return 0
         index = features.index(old.shape[dim], torch.device("cpu"))
-        if is_elsewhere(module, name):  # it is loaded, cut and stored again
-            value = value_of(module, name)
-            self._undo.append(put(module, name, value.index_select(dim, index.to(value.device))))
-        else:
-            key = (id(old), dim, tuple(index.tolist()))
-            if key not in self._slices:
-                new: Tensor = old.detach().index_select(dim, index.to(old.device))
+        elsewhere = is_elsewhere(module, name)  # then it is loaded, cut and stored again
+        key = (id(old), dim, tuple(index.tolist()), zero)
+        if elsewhere or key not in self._slices:
+            whole = value_of(module, name) if elsewhere else old.detach()
+            new: Tensor = whole.index_select(dim, index.to(whole.device))
+            new = torch.zeros_like(new) if zero else new
+            if not elsewhere:
                 self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-            temporary = name in module._non_persistent_buffers_set
+        if elsewhere:
+            self._undo.append(put(module, name, new))
+        else:
+            if name in module._non_persistent_buffers_set:  # until it is undone, it is saved with the weights
+                self._undo.append(partial(module._non_persistent_buffers_set.add, name))
             hold(module, name, self._slices[key])
-            self._undo.append(partial(_put_back, module, held, name, old, temporary))
+            self._undo.append(partial(held.__setitem__, name, old))
         self._note_edited(module, tensors=(name,))
         return len(index)
-
-    def _zero(self, output: nn.Module) -> None:
-        """Let a W_O that has just been sliced give nothing."""
-        held, old = output._parameters, output._parameters["weight"]
-        assert old is not None
-        if is_elsewhere(output, "weight"):
-            self._undo.append(put(output, "weight", torch.zeros(old.shape, dtype=old.dtype)))
-            return
-        held["weight"] = nn.Parameter(torch.zeros_like(old), requires_grad=old.requires_grad)
-        self._undo.append(lambda: held.__setitem__("weight", old))
 
     # -- attributes ---------------------------------------------------------------------------------
 
@@ -186,12 +178,12 @@ class Journal:
         self._remember(module, Edited.name)
         Edited.add(module, tensors, numbers)
 
-    def _set_config(self, module: nn.Module, counts: HeadCounts) -> None:
+    def _set_config(self, module: nn.Module, count_changes: Callable[[dict[str, Any]], dict[str, int]]) -> None:
         """Give a module a view of its config with its own counts of heads, where it has a config."""
         for attribute, value in list(vars(module).items()):
             if hasattr(value, "to_dict") and not isinstance(value, nn.Module):
                 original, own = (value.original, value.own) if is_ours(value, ConfigView) else (value, {})
-                if changes := counts.changes({**vars(original), **own}):
+                if changes := count_changes({**vars(original), **own}):
                     self._set(module, attribute, ConfigView(original, {**own, **changes}))
 
     # -- hooks; the heads of a second prune count within what the first one kept ---------------------------
@@ -271,10 +263,3 @@ class Journal:
             stub = emptied(attention, 0, None, layer.output_arity)
             self._replace(model, name, with_numbers(OnlyBias.of(output, bias)))
         self._replace(model, layer.module, with_numbers(stub))
-
-
-def _put_back(module: nn.Module, held: dict[str, Any], name: str, tensor: Tensor, temporary: bool) -> None:
-    """Undo the cut of a parameter or buffer; a temporary buffer is not saved with the weights."""
-    held[name] = tensor
-    if temporary:
-        module._non_persistent_buffers_set.add(name)

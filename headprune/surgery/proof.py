@@ -18,7 +18,7 @@ from headprune.inputs import Example, call, does_not_run, seeded, tensors, widen
 from headprune.running import attributes_kept, exact_attention
 from headprune.surgery.evidence import Prompt, Seen, differing, gap, largest, watching, within_bounds
 from headprune.surgery.journal import Journal
-from headprune.surgery.removal import Removal, ways
+from headprune.surgery.removal import Removal, left_as_ghosts, ways
 
 _SAME = "the same changes were tried before"  # by another removal
 
@@ -72,9 +72,11 @@ class Reference:
     seen: Seen
 
 
-def references(
-    model: nn.Module, inputs: Sequence[Sequence[Example]], drop: Heads, layers: Sequence[AttentionLayer]
-) -> list[Reference]:
+Inputs = Sequence[Sequence[Example]]
+Layers = Sequence[AttentionLayer]
+
+
+def references(model: nn.Module, inputs: Inputs, drop: Heads, layers: Layers) -> list[Reference]:
     """The masked model's outputs for its inputs.
 
     Args:
@@ -104,7 +106,7 @@ def references(
     return result
 
 
-def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Sequence[AttentionLayer]) -> Reference:
+def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Layers) -> Reference:
     """What the pruned model has to return for one input."""
     with mask(model, drop, layers=layers):
         if isinstance(batch, Prompt):
@@ -124,77 +126,57 @@ class Attempt:
 
     Attributes:
         removal: What was removed, and how.
-        difference: The largest relative difference from the masked model's outputs.
-        failure: Why it is not exact, and then the model is unchanged; "" if it is, and then the heads are gone.
         journal: Takes the removal back.
-        tolerance: What the difference had to stay under.
-        inputs: How many inputs were compared.
+        failure: Why it is not exact, and then the model is unchanged; "" if it is, and then the heads are gone.
+        proof: What was compared.
     """
 
     removal: Removal
-    difference: float
-    failure: str
     journal: Journal
-    tolerance: float
-    inputs: int
+    failure: str
+    proof: Proof
 
 
-def prove(
-    model: nn.Module,
-    touched: Sequence[AttentionLayer],
-    drop: Heads,
-    inputs: Sequence[Sequence[Example]],
-    layers: Sequence[AttentionLayer],
-) -> Attempt:
-    """Remove the heads of the layers ``touched`` in the first way that passes the proof.
+def prove(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> Attempt:
+    """Remove the heads of the layers ``touched`` in the first way that passes the proof; the last that failed, if none does.
 
     Args:
         inputs: As `references` takes them.
         layers: All layers of the model.
     """
-    heads = {layer.name: drop[layer.name] for layer in touched}
-    reference = references(model, inputs, heads, layers)
-    return first_exact(model, ways(touched, heads, model), reference, tolerance_of(model))
+    heads, tolerance = {layer.name: drop[layer.name] for layer in touched}, tolerance_of(model)
+    reference, known, failed = references(model, inputs, heads, layers), Changes(), list[Attempt]()
+    for removal in ways(touched, heads):
+        journal = Journal()
+        try:
+            difference, failure = _compare(model, journal, removal, reference, tolerance, known)
+        except BaseException:  # an interrupt must not leave half a prune either
+            journal.undo()
+            raise
+        proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, drop))
+        attempt = Attempt(removal, journal, failure, proof)
+        if not failure:
+            return attempt
+        journal.undo()
+        failed += [attempt] if failure != _SAME else []
+    return failed[-1]
 
 
-def failing_layers(model: nn.Module, touched: Sequence[AttentionLayer], drop: Heads, *context: Any) -> list[str]:
-    """The names of the layers that fail the proof without the others; ``context`` is what else `prove` takes."""
+def failing_layers(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> list[str]:
+    """The names of the layers that fail the proof without the others; arguments as for `prove`."""
     names = []
     for layer in touched:
-        attempt = prove(model, [layer], drop, *context)
+        attempt = prove(model, [layer], drop, inputs, layers)
         attempt.journal.undo()
         names += [layer.name] if attempt.failure else []
     return names
 
 
-def first_exact(
-    model: nn.Module, removals: Sequence[Removal], reference: Sequence[Reference], tolerance: float
-) -> Attempt:
-    """Remove heads in the first of several ways that passes the proof; the last that failed, if none does."""
-    changes: set[tuple[str, ...]] = set()
-    failed = []
-    for removal in removals:
-        journal = Journal()
-        try:
-            result = _compare(model, journal, removal, reference, tolerance, changes)
-            attempt = Attempt(removal, *result, journal, tolerance, len(reference))
-        except BaseException:  # an interrupt must not leave half a prune either
-            journal.undo()
-            raise
-        if not attempt.failure:
-            return attempt
-        journal.undo()
-        failed += [attempt] if attempt.failure != _SAME else []
-    return failed[-1]
+Changes = set[tuple[str, ...]]
 
 
 def _compare(
-    model: nn.Module,
-    journal: Journal,
-    removal: Removal,
-    reference: Sequence[Reference],
-    tolerance: float,
-    known: set[tuple[str, ...]],
+    model: nn.Module, journal: Journal, removal: Removal, reference: list[Reference], tolerance: float, known: Changes
 ) -> tuple[float, str]:
     """Remove heads, and compare the model with the masked one.
 
@@ -204,7 +186,10 @@ def _compare(
     Returns:
         The largest relative difference, and why it failed ("" if it did not).
     """
-    worst = 0.0
+    worst, shape = 0.0, "the pruned model's outputs have another shape"
+    differ = "its outputs differ from the masked model's by {:.2g} of their largest value"
+    # A model in which these heads hardly count would pass whatever is done to them.
+    least = tolerance * (FINEST if tolerance < HALF else 1)
     try:
         journal.remove(model, removal)
         if (changes := tuple(journal.changes)) in known:
@@ -215,29 +200,23 @@ def _compare(
                 outputs = _answer(model, each.batch)
             outputs = outputs[: len(each.masked)] if isinstance(each.batch, Prompt) else outputs
             if len(outputs) != len(each.masked) or outputs[0].shape != each.masked[0].shape:
-                return worst, "the pruned model's outputs have another shape"
+                return worst, shape
             for got, expected, effect in zip(outputs, each.masked, each.effect, strict=True):
                 if _per_head(got.shape, expected.shape):
                     continue
                 if got.shape != expected.shape:
-                    return worst, "the pruned model's outputs have another shape"
+                    return worst, shape
                 if (difference := gap(got, expected)) == math.inf:
                     return worst, "the pruned model's outputs are not finite where the masked one's are"
                 scale = max(largest(expected), 1e-30)
                 worst = max(worst, difference / scale)
-                # A model in which these heads hardly count would pass whatever is done to them.
-                least = tolerance * (FINEST if tolerance < HALF else 1)
                 if difference > max(0.05 * effect, least * scale):
-                    return worst, _differ_by(worst)
+                    return worst, differ.format(worst)
             if why := differing(seen, each.seen, min(LAYERS * tolerance, COARSEST)):
                 return worst, why
     except Exception as error:
         return worst, f"the pruned model does not run ({type(error).__name__}: {first_line(error)})"
-    return worst, _differ_by(worst) if worst > tolerance else ""
-
-
-def _differ_by(share: float) -> str:
-    return f"its outputs differ from the masked model's by {share:.2g} of their largest value"
+    return worst, differ.format(worst) if worst > tolerance else ""
 
 
 def _per_head(got: torch.Size, expected: torch.Size) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,6 @@ from torch import nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError
 from headprune.offload import is_elsewhere
-from headprune.pruned import is_ours
-from headprune.pruned.modules import ConfigView
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,6 @@ class Removal:
     narrow: bool = False
     by_group: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "layers": [layer.to_json() for layer in self.layers]}
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data}  # an older file may lack some
@@ -60,34 +56,17 @@ WIDTHS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def ways(layers: Sequence[AttentionLayer], drop: Heads, model: nn.Module | None = None) -> list[Removal]:
-    """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does.
-
-    Args:
-        model: Leaves out the ways that differ only in integers that this model does not have.
-    """
+def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
+    """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does."""
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
     arguments = (False, True) if any(not a.features for layer in layers for a in layer.arguments) else (False,)
     sides = (False, True) if any(layer.side_modules for layer in layers) else (False,)
-    groups = (False, True) if model is None or _names_groups(model, layers) else (False,)
+    groups, narrows, configs = (False, True), (False, True), (False, True)
+    order = product(groups, narrows, sides, configs, arguments, WIDTHS)  # the last changes first
     return [
         Removal(tuple(layers), drop, widths, cut, own, side, narrow, by_group)
-        for by_group in groups
-        for narrow in (False, True)
-        for side in sides
-        for own in (False, True)
-        for cut in arguments
-        for widths in WIDTHS
+        for by_group, narrow, side, own, cut, widths in order
     ]
-
-
-def _names_groups(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
-    """Whether a module whose integers are corrected, or its config, has one that is named for groups."""
-    modules = [model.get_submodule(name) for layer in layers for name in (*layer.inner_modules, *layer.side_modules)]
-    held = [value for module in modules for value in vars(module).values() if hasattr(value, "to_dict")]
-    configs = [value.original if is_ours(value, ConfigView) else value for value in held]
-    integers = [name for each in (*modules, *configs) for name, value in vars(each).items() if type(value) is int]
-    return any(_IN_GROUP.search(name) or _ANY_GROUPS.search(name) for name in integers)
 
 
 def check_present(model: nn.Module, layer: AttentionLayer) -> None:
@@ -99,11 +78,10 @@ def check_present(model: nn.Module, layer: AttentionLayer) -> None:
     for owner, module in model.get_submodule(layer.module).named_modules():
         for own, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and not is_elsewhere(module, own):
-                raise HeadPruneError(
-                    f"Layer {layer.name} cannot be pruned: {f'{owner}.{own}' if owner else own} has no numbers (it is on the meta "
-                    "device, and no hook of Accelerate on its module loads it).",
-                    "Load the weights first; device_map= of from_pretrained may keep them on the CPU or on disk.",
-                )
+                where = f"{owner}.{own}" if owner else own
+                why = f"{where} has no numbers (it is on the meta device, and no hook of Accelerate on its module loads it)"
+                hint = "Load the weights first; device_map= of from_pretrained may keep them on the CPU or on disk."
+                raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {why}.", hint)
 
 
 def left_as_ghosts(layers: Sequence[AttentionLayer], drop: Heads) -> tuple[str, ...]:
@@ -121,52 +99,42 @@ def groups_left(layer: AttentionLayer, kept: Sequence[int]) -> int:
     return sum(1 for unit in layer.units if set(unit) & set(kept))
 
 
-@dataclass(frozen=True)
-class HeadCounts:
-    """How many heads and key/value groups a layer keeps, to correct the integers by which a module counts them.
+def count_changes(
+    attributes: Mapping[str, Any], layer: AttentionLayer, left: tuple[int, int], removal: Removal, beside: bool
+) -> dict[str, int]:
+    """The integers among a module's attributes that count heads or their features, with their new values.
 
-    Attributes:
-        is_width: Whether an integer of this name that equals heads * head_dim shrinks with the heads.
+    Args:
+        left: How many heads and key/value groups the layer keeps.
+        removal: Says which integers that equal heads * head_dim shrink, and what those that are named for groups count.
         beside: Whether the module is another than the attention module: one that works on keys or values calls the key/value heads
             its heads.
-        by_group: Whether integers named for groups count the groups, or a group's heads (`Removal.by_group`).
     """
+    is_width, (heads_left, kv_left), size = WIDTHS[removal.widths], left, layer.head_dim
+    heads, kv, of_group = layer.num_heads, layer.num_kv_heads, heads_left // kv_left if kv_left else 1
 
-    layer: AttentionLayer
-    heads: int
-    groups: int
-    is_width: Callable[[str], bool]
-    beside: bool
-    by_group: bool = False
-
-    def changes(self, attributes: Mapping[str, Any]) -> dict[str, int]:
-        """The integers among a module's attributes that count heads or their features, with their new values."""
-        integers = {name: v for name, v in attributes.items() if type(v) is int and not name.startswith("_")}
-        new = {name: self._new(name, value) for name, value in integers.items()}
-        return {name: value for name, value in new.items() if value != integers[name]}
-
-    def _new(self, name: str, value: int) -> int:
-        """What an integer becomes; itself where it counts something else."""
-        layer, heads, kv = self.layer, self.layer.num_heads, self.layer.num_kv_heads
-        of_group = self.heads // self.groups if self.groups else 1
-        if self.by_group and _IN_GROUP.search(name) and value == heads // kv:
+    def new(name: str, value: int) -> int:
+        if removal.by_group and _IN_GROUP.search(name) and value == heads // kv:
             return of_group
         # LitGPT's ``n_query_groups`` are as many as key/value heads, the groups of a norm over single heads as many as heads.
-        if self.by_group and _ANY_GROUPS.search(name) and value in (kv, heads):
-            return self.groups if value == kv else self.heads
+        if removal.by_group and _ANY_GROUPS.search(name) and value in (kv, heads):
+            return kv_left if value == kv else heads_left
         if _GROUPS.search(name) and value == heads // kv:
             return of_group
         if _KV_HEADS.search(name) and value == kv:
-            return self.groups
+            return kv_left
         if _HEADS.search(name) and value == heads:
-            return self.heads
-        if _HEADS.search(name) and value == kv and self.beside:
-            return self.groups
-        if (_HEAD_WIDTH.search(name) and value == layer.head_dim) or _LENGTH.search(name) or not self.is_width(name):
+            return heads_left
+        if _HEADS.search(name) and value == kv and beside:
+            return kv_left
+        if (_HEAD_WIDTH.search(name) and value == size) or _LENGTH.search(name) or not is_width(name):
             return value
-        if value == heads * layer.head_dim:
-            return self.heads * layer.head_dim
-        return self.groups * layer.head_dim if _KV_WIDTH.search(name) and value == kv * layer.head_dim else value
+        if value == heads * size:
+            return heads_left * size
+        return kv_left * size if _KV_WIDTH.search(name) and value == kv * size else value
+
+    integers = {name: v for name, v in attributes.items() if type(v) is int and not name.startswith("_")}
+    return {name: changed for name, value in integers.items() if (changed := new(name, value)) != value}
 
 
 _HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")

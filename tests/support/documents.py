@@ -11,8 +11,8 @@ import torch
 
 from headprune.app.documents import Heads, LayerProfile, Positions, Sample, SampleLayer
 from headprune.attention import AttentionLayer
-from headprune.files import CHECKSUM
-from headprune.scoring.scores import HeadScores
+from headprune.files import CHECKSUM, dumps, loads, write_json
+from headprune.scoring.scores import HeadScores, save_scores
 from headprune.seeing import HeadProfile
 
 
@@ -189,3 +189,11 @@ HEADS: dict[str, Any] = {
     }],
     "samples": [],
 }  # fmt: skip
+
+
+def write_run(folder: Path) -> Path:
+    """A run folder with these documents."""
+    for kind, data in (("run", RUN), ("metrics", METRICS), ("heads", heads_document().to_json())):
+        write_json(folder / f"{kind}.json", kind, loads(dumps(data)))
+    save_scores(folder / "scores.json", [scores_of([0.1, 0.2, 0.3, 0.4])])
+    return folder

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import headprune as hp
+from headprune.repairing import calibrate, fit_layers
 
 Head = tuple[str, int]
 
@@ -54,10 +57,7 @@ def gone(plan: hp.PruningPlan) -> set[Head]:
 
 
 def check_plan(
-    plan: hp.PruningPlan,
-    layers: Sequence[hp.AttentionLayer],
-    protect: Iterable[str] = (),
-    min_heads_per_layer: int = 0,
+    plan: hp.PruningPlan, layers: Sequence[hp.AttentionLayer], protect: Iterable[str] = (), min_heads_per_layer: int = 0
 ) -> None:
     """A plan counts its heads, holds what was asked for, breaks no constraint, and can be pruned."""
     heads = gone(plan)
@@ -77,3 +77,12 @@ def check_nested(plans: Sequence[hp.PruningPlan]) -> None:
     """Heads that go from a larger model go from a smaller one too."""
     ordered = sorted(plans, key=lambda plan: -plan.kept)
     assert all(gone(larger) <= gone(smaller) for larger, smaller in itertools.pairwise(ordered))
+
+
+@contextmanager
+def refitted(model: nn.Module, batches: Sequence[Any], drop: Mapping[str, Sequence[int]]) -> Iterator[nn.Module]:
+    """A copy in which the heads that stay are refitted, as a search compares plans: without the last step of repair."""
+    other = copy.deepcopy(model)
+    calibration = calibrate(other, hp.find_attention(other), batches)
+    with calibration.applied(fit_layers(calibration, drop).by_module):
+        yield other

@@ -3,8 +3,8 @@
 The examples that score heads never choose between plans, and neither are ever reported. Training may use
 the scored examples, and no others of the three.
 
-`options` says where the data is; `reading` reads it, and `broken` finds the line that cannot be read; `cutting` says which
-rows serve which part; `encoders` has one class a task, which makes rows features and features batches; `part` holds encoded examples; `parts` puts it together.
+`reading` reads the data; `classes` are a model's, and labels as their numbers; `encoder` makes features of rows, by the functions of
+`encodings`, one for each task; `part` holds encoded examples; `parts` cuts the data and puts it together.
 """
 
 from headprune.app.data.part import DataParts, Part

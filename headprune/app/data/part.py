@@ -26,7 +26,6 @@ class Part:
         inputs: A hash of every example's input, where parts were cut by it.
         shortened: How many were cut to the length that the model accepts, or that was asked for.
         left_out: How many rows could not be used, by the reason.
-        repeated: How many were left out because their input had been seen.
     """
 
     name: str
@@ -38,10 +37,19 @@ class Part:
     inputs: tuple[str, ...] = ()
     shortened: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)
-    repeated: int = 0
 
     def __len__(self) -> int:
         return len(self.features)
+
+    @property
+    def purpose(self) -> str:
+        """In words, such as ``"to score"``."""
+        return f"to {self.name if self.name in ('score', 'choose', 'report', 'train') else 'measure'}"
+
+    @property
+    def reasons(self) -> str:
+        """Why rows were left out, with their numbers; "" if none were."""
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
 
     def lengths(self) -> list[int]:
         """Tokens per example (1 where there are none)."""
@@ -70,7 +78,7 @@ class Part:
     def _content(self) -> str:
         if isinstance(self.features, OnDemand):
             return content_hash(self.features.hashes)
-        return content_hash([content_hash(f) for f in self.features])
+        return content_hash([content_hash(feature) for feature in self.features])
 
     def content_hash(self) -> str:
         """A hash of every example, labels included."""
@@ -93,11 +101,18 @@ class DataParts:
     also: tuple[Part, ...] = ()
 
 
+@dataclass(frozen=True)
 class OnDemand(Sequence[dict[str, Any]]):
-    """Features that are encoded each time they are read: images and sounds of a whole split may not fit in memory."""
+    """Features that are encoded each time they are read: images and sounds of a whole split may not fit in memory.
 
-    def __init__(self, encode: Callable[[int], Any], rows: list[int], hashes: list[str]) -> None:
-        self.encode, self.rows, self.hashes = encode, rows, hashes
+    Attributes:
+        encode: Features of a row by its number.
+        hashes: Of the features of each of the ``rows``.
+    """
+
+    encode: Callable[[int], Any]
+    rows: list[int]
+    hashes: list[str]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from headprune.amounts import example_count
-from headprune.app.data.encoders import encoder_of
-from headprune.app.data.encoders.text import CausalLM, MaskedLM
+from headprune.app.data.encoder import Encoder
+from headprune.app.data.encodings import encoding_of
 from headprune.app.data.part import DataParts, OnDemand, Part, content_hash
 from headprune.app.data.reading import place, read_splits
 from headprune.app.models import LoadedModel
@@ -21,6 +20,8 @@ from headprune.errors import HeadPruneError, first_line
 
 _CHOOSE_SPLITS = ("validation", "valid", "val", "dev", "eval", "validation_matched")
 _REPORT_SPLITS = ("test", *_CHOOSE_SPLITS)
+_REPEATING = "repeating an input of an earlier part"
+PLAIN_TEXT = Path(__file__).parent / "plain-english.txt"  # a passage a line; its source is in plain-english.md
 
 
 def cut_rows(
@@ -34,16 +35,26 @@ def cut_rows(
     Raises:
         HeadPruneError: No labelled rows, or no such split.
     """
-    usable = {name: data for name, data in splits.items() if len(data) and not hidden_labels(data)}
-    named = {options.split, options.choose_split, options.report_split} - {None}
-    if not labelled and (not usable or not named <= usable.keys()):  # else the same rows as where labels are needed
-        usable = {name: data for name, data in splits.items() if len(data)}
+    flags = {"--split": options.split, "--choose-split": options.choose_split, "--report-split": options.report_split}
+    usable = labelled_splits(splits)
+    if not labelled and (not usable or not {*flags.values()} - {None} <= usable.keys()):
+        usable = {name: data for name, data in splits.items() if len(data)}  # else the rows as where labels are needed
     hidden = [name for name, data in splits.items() if len(data) and name not in usable]
     notes = [f"The labels of {place(options.dataset, name)} are hidden (-1), so it is not used." for name in hidden]
     if not usable:
         raise HeadPruneError(f"{options.dataset} holds no labelled rows.", "Check the files and --subset.")
-    scoring, choosing, reporting = _serving(usable, options)
-    free = {name: shuffled(len(data), options.seed) for name, data in usable.items()}
+    for flag, wanted in flags.items():
+        if wanted is not None and wanted not in usable:
+            raise HeadPruneError(f"There is no usable split {wanted!r} ({flag}).", f"There are {', '.join(usable)}.")
+
+    def find(names: Iterable[str], *others: str | None) -> str | None:
+        return next((name for name in names if name in usable and name not in others), None)
+
+    scoring = options.split or ("train" if "train" in usable else next(iter(usable)))
+    reporting = options.report_split or find(_REPORT_SPLITS, scoring)
+    choosing = options.choose_split or find(_CHOOSE_SPLITS, scoring, reporting)
+    choosing, reporting = (None if split == scoring else split for split in (choosing, reporting))
+    free = {name: shuffle(len(data), options.seed) for name, data in usable.items()}
 
     def take(split: str, count: int) -> tuple[str, list[int]]:
         rows, free[split] = free[split][:count], free[split][count:]
@@ -51,51 +62,27 @@ def cut_rows(
 
     # A split that serves several parts is cut: at most half of it scores, a fifth chooses, the rest reports.
     size = len(usable[scoring])
-    only_scores = None not in (choosing, reporting)
-    most = size if only_scores else size // 2 if reporting is None else size * 4 // 5
+    most = size if choosing and reporting else size * 4 // 5 if reporting else size // 2
     cuts = {"score": take(scoring, min(options.limit, most))}
     most = options.limit
     if reporting is None:
-        cut = place(options.dataset, scoring)
-        by_user = options.report_split is not None
+        cut, by_user = place(options.dataset, scoring), options.report_split is not None
         why = f"{cut} is both scored and reported on: it" if by_user else f"There is no other split to report on: {cut}"
         notes.append(f"{why} was cut by seed {options.seed}.")
         most = most if choosing else size // 5
     elif choosing == reporting:
-        most = len(free[choosing]) // 2
+        most = len(free[reporting]) // 2
     cuts["choose"] = take(choosing or scoring, min(options.limit, most))
     cuts["report"] = take(reporting or scoring, options.report_limit)
     return cuts, notes
 
 
-def _serving(usable: Mapping[str, Any], options: DataOptions) -> tuple[str, str | None, str | None]:
-    """The splits that score, choose and report; None for a part that is cut from another part's split."""
-    for flag, wanted in (
-        ("--split", options.split), ("--choose-split", options.choose_split), ("--report-split", options.report_split),
-    ):  # fmt: skip
-        if wanted is not None and wanted not in usable:
-            raise HeadPruneError(f"There is no usable split {wanted!r} ({flag}).", f"There are {', '.join(usable)}.")
-    scoring = options.split or ("train" if "train" in usable else next(iter(usable)))
-    reporting = options.report_split or next((s for s in _REPORT_SPLITS if s in usable and s != scoring), None)
-    choosing = options.choose_split or next(
-        (s for s in _CHOOSE_SPLITS if s in usable and s not in (scoring, reporting)), None
-    )
-    return scoring, None if choosing == scoring else choosing, None if reporting == scoring else reporting
+def labelled_splits(splits: Mapping[str, Any]) -> dict[str, Any]:
+    """The splits that hold rows whose labels are not hidden."""
+    return {name: data for name, data in splits.items() if len(data) and not hidden_labels(data)}
 
 
-def reported_of(splits: Mapping[str, Any], dataset: str) -> str:
-    """The split of a second dataset to measure on: one for tests, or the first that has labels.
-
-    Raises:
-        HeadPruneError: No labelled rows.
-    """
-    usable = [name for name, data in splits.items() if len(data) and not hidden_labels(data)]
-    if not usable:
-        raise HeadPruneError(f"{dataset} holds no labelled rows.", "Check the files.")
-    return next((name for name in _REPORT_SPLITS if name in usable), usable[0])
-
-
-def shuffled(count: int, seed: int) -> list[int]:
+def shuffle(count: int, seed: int) -> list[int]:
     """The order in which a split's rows are taken: the same for all splits of one size."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(count, generator=generator).tolist()
@@ -111,9 +98,6 @@ def hidden_labels(data: Any) -> bool:
         return False
 
 
-PLAIN_TEXT = Path(__file__).parent / "plain-english.txt"  # a passage a line; its source is in plain-english.md
-
-
 def load_parts(options: DataOptions, loaded: LoadedModel, labelled: bool = True) -> DataParts:
     """The three parts of a dataset, with disjoint inputs.
 
@@ -123,23 +107,16 @@ def load_parts(options: DataOptions, loaded: LoadedModel, labelled: bool = True)
     Raises:
         HeadPruneError: No such dataset or column, an empty part, labels that don't fit the model.
     """
-    source = _Source(options, loaded, labelled=labelled)
-    rows_of, notes = cut_rows(source.splits, options, labelled)
+    splits = read_splits(options.dataset, options.subset)
+    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled)
+    cuts, notes = cut_rows(splits, options, labelled)
     parts: dict[str, Part] = {}
     seen: set[str] = set()
-    for name, (split, rows) in rows_of.items():
-        parts[name] = part = source.part(name, split, rows, seen)
-        if not part.rows:
-            raise _nothing_left(name, part, len(rows), source)
-        seen.update(part.inputs)  # the same input in two parts would make them depend on each other
-    notes.extend(_left_out(parts.values()))
-    if repeated := sum(part.repeated for part in parts.values()):
-        notes.append(f"Left out of the later parts, as their input had already been used: {example_count(repeated)}.")
-    if any(part.shortened for part in parts.values()):
-        counts = ", ".join(f"{part.shortened} of {len(part)} to {name}" for name, part in parts.items())
-        notes.append(f"{source.encoder.cut_note}: {counts}.")
-    notes.extend(source.encoder.notes)
-    return DataParts(parts["score"], parts["choose"], parts["report"], source.encoder.columns, notes)
+    for name, (split, rows) in cuts.items():
+        parts[name] = _encode(encoder, name, split, rows, seen)
+        seen.update(parts[name].inputs)  # the same input in two parts would make them depend on each other
+    notes += [*_notes_on(encoder, *parts.values()), *encoder.notes]
+    return DataParts(parts["score"], parts["choose"], parts["report"], encoder.columns, notes)
 
 
 def load_train(
@@ -159,28 +136,16 @@ def load_train(
     Raises:
         HeadPruneError: No such dataset or column, nothing left to train on.
     """
-    source, split = _Source(options, loaded), parts.score.split
+    splits, split = read_splits(options.dataset, options.subset), parts.score.split
+    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits)
     held_out = (parts.choose, parts.report)
     used = {row for part in held_out if part.split == split for row in part.rows}
-    identity = source.encoder.identity
-    seen = {content_hash(identity(feature)) for part in (*held_out, *parts.also) for feature in part.features}
-    rows = (row for row in shuffled(len(source.splits[split]), options.seed) if row not in used)
-    part = source.part("train", split, rows, seen, limit, on_demand=loaded.task.modality != "text")
-    if not part.rows:
-        raise HeadPruneError(
-            f"No example of {place(options.dataset, split)} is left to train on: all of them are used to choose or to report.",
-            "Use more data, or a smaller --limit and --report-limit.",
-        )
+    seen = {key for part in (*held_out, *parts.also) for key in part.inputs}
+    rows = (row for row in shuffle(len(splits[split]), options.seed) if row not in used)
+    part = _encode(encoder, "train", split, rows, seen, limit, on_demand=loaded.task.modality != "text")
     scored = len(set(part.rows) & set(parts.score.rows))
-    notes = [f"{len(part):,} examples to train on ({split}), of which {scored:,} also scored the heads."]
-    notes.extend(_left_out([part]))
-    if part.repeated:
-        notes.append(
-            f"Left out of the training part, as their input is used to choose or to report: {example_count(part.repeated)}."
-        )
-    if part.shortened:
-        notes.append(f"{source.encoder.cut_note}: {part.shortened} of {len(part)} to train on.")
-    return part, notes
+    first = f"{len(part):,} examples to train on ({split}), of which {scored:,} also scored the heads."
+    return part, [first, *_notes_on(encoder, part)]
 
 
 def load_also(options: DataOptions, loaded: LoadedModel, parts: DataParts) -> DataParts:
@@ -192,18 +157,19 @@ def load_also(options: DataOptions, loaded: LoadedModel, parts: DataParts) -> Da
     Raises:
         HeadPruneError: As `load_parts`.
     """
-    own = not options.also and encoder_of(loaded.task) in (CausalLM, MaskedLM)
+    own = not options.also and loaded.task.name in ("causal-lm", "masked-lm")
     also, notes = [], list(parts.notes)
     for dataset in (str(PLAIN_TEXT),) if own else options.also:
+        name = PLAIN_TEXT.name if own else dataset
         try:
-            part, part_notes = _also(options, dataset, loaded, parts, PLAIN_TEXT.name if own else dataset)
+            part, part_notes = _also(options, dataset, loaded, parts, name)
         except HeadPruneError as error:
             if not own:
                 raise
-            notes.append(f"{PLAIN_TEXT.name} was not measured: {error.args[0]}")  # a language without these letters
+            notes.append(f"{name} was not measured: {error.args[0]}")  # a language without these letters
             continue
         also.append(part)
-        notes.extend(part_notes)
+        notes += [f"{name}: {note}" for note in part_notes]
     return replace(parts, also=tuple(also), notes=notes)
 
 
@@ -212,119 +178,101 @@ def _also(
 ) -> tuple[Part, list[str]]:
     """The part of a second dataset, and notes on it."""
     splits = read_splits(dataset)
-    split = reported_of(splits, dataset)
-    columns = splits[split].column_names
-    shared: dict[str, Any] = {}
+    usable = labelled_splits(splits)
+    if not usable:
+        raise HeadPruneError(f"{dataset} holds no labelled rows.", "Check the files.")
+    split = next((each for each in _REPORT_SPLITS if each in usable), next(iter(usable)))
+    there = splits[split].column_names
+    columns: dict[str, Any] = {}
     for flag in ("text_column", "label_column"):  # columns that this dataset does not have are guessed
-        named = getattr(options, flag)
-        shared[flag] = named if named and all(c.strip() in columns for c in named.split(",")) else None
-    source = _Source(replace(options, dataset=dataset, subset=None, **shared), loaded, splits)
-    rows = shuffled(len(splits[split]), options.seed)
-    part = source.part(name, split, rows, {*parts.score.inputs, *parts.choose.inputs}, options.report_limit)
-    if not part.rows:
-        raise _nothing_left("measure", part, len(rows), source)
-    notes = [f"{name}: {note}" for note in _left_out([replace(part, name="measure")])]
-    if part.shortened:
-        notes.append(f"{source.encoder.cut_note}: {part.shortened} of {len(part)} of {name}.")
-    if source.encoder.classes.note:
-        notes.append(f"{name}: {source.encoder.classes.note}")
-    return part, notes
+        given = getattr(options, flag)
+        columns[flag] = given if given and all(column.strip() in there for column in given.split(",")) else None
+    options = replace(options, dataset=dataset, subset=None, **columns)
+    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits)
+    rows, seen = shuffle(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}
+    part = _encode(encoder, name, split, rows, seen, options.report_limit)
+    return part, [*_notes_on(encoder, part), *filter(None, [encoder.classes.note])]
 
 
-def _left_out(parts: Iterable[Part]) -> list[str]:
-    """A note on the rows that could not be used; [] if there are none."""
+def _encode(
+    encoder: Encoder,
+    name: str,
+    split: str,
+    rows: Iterable[int],
+    seen: set[str],
+    limit: int | None = None,
+    on_demand: bool = False,
+) -> Part:
+    """The part of a split's rows that can be used and whose input is not in ``seen``.
+
+    Args:
+        limit: Rows, at most; no more are read.
+        on_demand: Keep a hash of the features, and encode a row again each time it is read.
+
+    Raises:
+        HeadPruneError: A row that cannot be read; or no row can be used.
+    """
+    kept, inputs, features = list[int](), list[str](), list[Any]()
+    left_out, shortened = Counter[str](), 0
+    data = encoder.splits[split]
+    encoder.read(data.features)
+    for row in rows:
+        if len(kept) == limit:
+            break
+        feature = _feature(encoder, split, row)
+        key = feature if isinstance(feature, str) else content_hash(encoder.identity(feature))
+        if isinstance(feature, str) or key in seen:
+            left_out[_REPEATING if key in seen else key] += 1
+            continue
+        kept.append(row)
+        inputs.append(key)
+        features.append(content_hash(feature) if on_demand else feature)
+        shortened += encoder.cut
+    examples: Sequence[dict[str, Any]] = features
+    if on_demand:
+        examples = OnDemand(lambda row: encoder.encode(data[row], row), kept, features)
+    elif not all("labels" in feature for feature in features):  # some have none, and need none
+        for feature in features:
+            feature.pop("labels", None)
+    size = encoder.options.batch_size
+    part = Part(name, split, kept, examples, encoder.collate, size, tuple(inputs), shortened, dict(left_out))
+    if not kept:
+        raise _nothing_left(encoder, part)
+    return part
+
+
+def _feature(encoder: Encoder, split: str, row: int) -> dict[str, Any] | str:
+    """A row's features, or why it cannot be used."""
+    where = f"Row {row} of {place(encoder.options.dataset, split)} (the first is row 0)"
+    try:
+        return encoder.encode(encoder.splits[split][row], row)
+    except HeadPruneError as error:
+        raise HeadPruneError(f"{where}: {error.args[0]}", error.hint) from None
+    except Exception as error:
+        raise HeadPruneError(
+            f"{where} cannot be read: {type(error).__name__}: {first_line(error)}.",
+            "Check this row, --text-column, --label-column and --max-length.",
+        ) from error
+
+
+def _nothing_left(encoder: Encoder, part: Part) -> HeadPruneError:
+    """The error for a part without an example."""
+    cut = f" {encoder.cut_note}." if encoder.cut else ""
+    return HeadPruneError(
+        f"No example of {place(encoder.options.dataset, part.split)} is left {part.purpose} on: "
+        f"{part.reasons or 'there are too few rows'}.{cut}",
+        "Use more data without duplicates, another split or columns, or a smaller --limit and --report-limit.",
+    )
+
+
+def _notes_on(encoder: Encoder, *parts: Part) -> list[str]:
+    """Which examples were left out, and which were cut."""
     counts = []
     for part in parts:
-        if part.left_out:
-            total = sum(part.left_out.values())
-            why = ", ".join(f"{count:,} {reason}" for reason, count in part.left_out.items())
-            counts.append(f"{total:,} of {total + len(part):,} to {part.name} ({why})")
-    return [f"Rows left out, as they cannot be used: {'; '.join(counts)}."] if counts else []
-
-
-class _Source:
-    """A dataset's splits, and the encoder of the model's task for their rows."""
-
-    def __init__(
-        self, options: DataOptions, loaded: LoadedModel, splits: dict[str, Any] | None = None, labelled: bool = True
-    ) -> None:
-        self.options = options
-        self.splits = read_splits(options.dataset, options.subset) if splits is None else splits
-        self.encoder = encoder_of(loaded.task)(options, loaded, next(iter(self.splits.values())).features, labelled)
-
-    def part(
-        self,
-        name: str,
-        split: str,
-        rows: Iterable[int],
-        seen: set[str],
-        limit: int | None = None,
-        on_demand: bool = False,
-    ) -> Part:
-        """The part of a split's rows that can be used and whose input is not in ``seen``.
-
-        Args:
-            limit: Rows, at most; no more are read.
-            on_demand: Keep a hash of the features, and encode a row again each time it is read.
-        """
-        kept, inputs, features = list[int](), list[str](), list[Any]()
-        left_out, repeated, shortened = Counter[str](), 0, 0
-        self.encoder.read(self.splits[split].features)
-        for row in rows:
-            if len(kept) == limit:
-                break
-            feature, cut = self._row(split, row)
-            if isinstance(feature, str):
-                left_out[feature] += 1
-                continue
-            key = content_hash(self.encoder.identity(feature))
-            if key in seen:
-                repeated += 1
-                continue
-            kept.append(row)
-            inputs.append(key)
-            features.append(content_hash(feature) if on_demand else feature)
-            shortened += cut
-        examples: Sequence[dict[str, Any]] = features
-        if on_demand:
-            data, encode = self.splits[split], self.encoder.encode
-            examples = OnDemand(lambda row: encode(data[row], row), kept, features)
-        elif not all("labels" in feature for feature in features):  # some have none, and need none
-            for feature in features:
-                feature.pop("labels", None)
-        collate, size = self.encoder.collate, self.options.batch_size
-        return Part(name, split, kept, examples, collate, size, tuple(inputs), shortened, dict(left_out), repeated)
-
-    def _row(self, split: str, row: int) -> tuple[dict[str, Any] | str, bool]:
-        """A row's features, or why it cannot be used; and whether its end was cut off."""
-        self.encoder.cut = False
-        where = f"Row {row} of {place(self.options.dataset, split)} (the first is row 0)"
-        try:
-            return self.encoder.encode(self.splits[split][row], row), self.encoder.cut
-        except HeadPruneError as error:
-            raise HeadPruneError(f"{where}: {error.args[0]}", error.hint) from None
-        except Exception as error:
-            raise HeadPruneError(
-                f"{where} cannot be read: {type(error).__name__}: {first_line(error)}.",
-                "Check this row, --text-column, --label-column and --max-length.",
-            ) from error
-
-
-def _nothing_left(name: str, part: Part, rows: int, source: _Source) -> HeadPruneError:
-    """Why a part has no example."""
-    split = place(source.options.dataset, part.split)
-    if not rows:
-        return HeadPruneError(
-            f"There are too few rows in {split}: none is left to {name} on.",
-            "Use more data, or a smaller --limit.",
-        )
-    if part.repeated == rows:
-        cut = f" {source.encoder.cut_note}." if source.encoder.cut else ""
-        return HeadPruneError(
-            f"All {rows} examples to {name} on ({split}) repeat an input of an earlier part.{cut}",
-            "The parts must not share inputs: remove the duplicates, use more data, or name another split.",
-        )
-    return HeadPruneError(
-        f"None of the {rows} examples to {name} on ({split}) can be used: they are empty, or hold no answer.",
-        "Check the columns that were guessed, --text-column and --label-column.",
-    )
+        if count := sum(part.left_out.values()):
+            counts.append(f"{count:,} of {count + len(part):,} {part.purpose} ({part.reasons})")
+    notes = [f"Rows left out: {'; '.join(counts)}."] if counts else []
+    if any(part.shortened for part in parts):
+        cut = ", ".join(f"{part.shortened} of {len(part)} {part.purpose}" for part in parts)
+        notes.append(f"{encoder.cut_note}: {cut}.")
+    return notes

@@ -7,7 +7,7 @@ label or a text from the data is never markup.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,11 @@ from headprune.scoring.scores import HeadScores
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
-_CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
+# A stretch of code, or a character that Markdown would read.
+_MARKUP = re.compile(
+    r"(?<!`)(?P<fence>`+)(?!`)(?P<code>.+?)(?<!`)(?P=fence)(?!`)|[\\`<\[*~$]|&(?=[\w#])|(?<!\w)_|_(?!\w)"
+)
+_AT_START = re.compile(r"^(\d*)([#>+\-.)])")
 
 
 @dataclass(frozen=True)
@@ -104,19 +108,6 @@ class Section:
     folded: Sequence[Block] = ()
 
 
-def spans(text: str) -> Iterator[tuple[str, bool]]:
-    """A text in pieces, each with whether it is code.
-
-    >>> list(spans("type `x`, or ``a`b``"))
-    [('type ', False), ('x', True), (', or ', False), ('a`b', True)]
-    """
-    for i, piece in enumerate(_CODE.split(text)):  # text, fence, code, text, …
-        if i % 3 == 2:
-            yield (piece[1:-1] if piece.strip() and piece[0] == piece[-1] == " " else piece), True
-        elif i % 3 == 0 and piece:
-            yield piece, False
-
-
 def capital(text: str) -> str:
     """A text that begins with a capital letter."""
     return f"{text[:1].upper()}{text[1:]}"
@@ -140,10 +131,6 @@ def notes_by_size(notes: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
     return lines
 
 
-_MARKS = re.compile(r"([\\`<\[*~$]|&(?=[\w#])|(?<!\w)_|_(?!\w))")
-_AT_START = re.compile(r"^(\d*)([#>+\-.)])")
-
-
 def markdown(sections: Sequence[Section], note: str = "") -> str:
     """The whole report: the first section's title is the report's.
 
@@ -154,11 +141,8 @@ def markdown(sections: Sequence[Section], note: str = "") -> str:
     for i, section in enumerate(sections):
         parts += [f"{'##' if i else '#'} {text_of(section.title)}", *map(block_of, section.blocks)]
         if section.folded:
-            parts += [
-                f"<details><summary>{text_of(section.summary)}</summary>",
-                *map(block_of, section.folded),
-                "</details>",
-            ]
+            summary = f"<details><summary>{text_of(section.summary)}</summary>"
+            parts += [summary, *map(block_of, section.folded), "</details>"]
         if i == 0 and note:
             parts.append(note)
     return "\n\n".join(parts) + "\n"
@@ -192,5 +176,4 @@ def text_of(text: str) -> str:
     >>> text_of("cut at `a<b`, says <i> and [x](y)")
     'cut at `a<b`, says \\<i> and \\[x](y)'
     """
-    pieces = spans(in_line(text))
-    return "".join(code(piece) if is_code else _MARKS.sub(r"\\\1", piece) for piece, is_code in pieces)
+    return _MARKUP.sub(lambda found: code(found["code"]) if found["code"] else f"\\{found[0]}", in_line(text))

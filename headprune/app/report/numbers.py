@@ -62,11 +62,6 @@ def loss(paired: Change, metric: str) -> str:
     return f"{paired.high:.1%}" if metric == "perplexity" else f"{paired.high:.3g}"
 
 
-def known(number: float) -> str:
-    """A number that may not be finite."""
-    return digits(number, 3) if math.isfinite(number) else "not finite"
-
-
 def with_error(number: float, error: float) -> str:
     """A score and, where it has one, its standard error."""
     return f"{number:.4g}" if error != error else f"{number:.4g} ± {error:.2g}"

@@ -153,20 +153,16 @@ def _document(
     profiles = profile_heads(loaded.model, batches, layers, separators=known, seed=seed)
     seen = [layer for layer in layers if layer.name not in profiles.unseen]
     shown = [_sample(loaded, seen, inputs, profiles.grid, cut, longest) for inputs, cut in samples]
+    unit = "tokens" if profiles.grid is None else "patches"
+    described = tuple(
+        LayerProfile(
+            name=layer.name, index=layer.index, kind=layer.kind, heads=tuple(map(_rounded, profiles[layer.name])),
+            unseen=profiles.unseen.get(layer.name, ""),
+        ) for layer in layers
+    )  # fmt: skip
     return Heads(
-        examples=profiles.examples,
-        tokens=profiles.tokens,
-        repeated=profiles.repeated,
-        unit="tokens" if profiles.grid is None else "patches",
-        layers=tuple(
-            LayerProfile(
-                name=layer.name, index=layer.index, kind=layer.kind, heads=tuple(map(_rounded, profiles[layer.name])),
-                unseen=profiles.unseen.get(layer.name, ""),
-            )
-            for layer in layers
-        ),
-        samples=tuple(sample for sample in shown if sample.layers),
-        seconds=round(time.monotonic() - started, 2),
+        examples=profiles.examples, tokens=profiles.tokens, repeated=profiles.repeated, unit=unit, layers=described,
+        samples=tuple(sample for sample in shown if sample.layers), seconds=round(time.monotonic() - started, 2),
     )  # fmt: skip
 
 
@@ -219,11 +215,8 @@ def _texts(loaded: LoadedModel, inputs: Any) -> tuple[dict[str, Positions], str]
         return {}, ""
     pair = source is not sequences.target
     known = {"source": source, "target": sequences.target} if pair else {"input": source}
-    texts = {
-        name: Positions(labels=token_labels(sequence.ids[0].tolist(), tokenizer))
-        for name, sequence in known.items()
-        if sequence.ids is not None
-    }
+    ids = {name: sequence.ids[0].tolist() for name, sequence in known.items() if sequence.ids is not None}
+    texts = {name: Positions(labels=token_labels(some, tokenizer)) for name, some in ids.items()}
     if source.ids is None:
         return texts, ""
     text = tokenizer.decode(source.ids[0].tolist(), skip_special_tokens=True)

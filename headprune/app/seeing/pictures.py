@@ -61,40 +61,32 @@ def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]
 
     rows = [(profile, layer) for profile in heads.layers if (layer := layer_of(sample, profile.index)) is not None]
     widest = max(len(profile.heads) for profile, _ in rows)
-    step = _CELL + 2 * _FRAME + _GAP
+    size = _CELL + 2 * _FRAME
+    step = size + _GAP
     canvas = np.ones((len(rows) * step, widest * step, 3), np.float32)
-    crosses: list[tuple[float, float]] = []
     roles: list[str] = []
     for i, (profile, layer) in enumerate(rows):
         for h, table in enumerate(cells(sample, layer)):
-            role = profile.heads[h].role
-            roles.append(role)
-            top, left = i * step, h * step
-            size = _CELL + 2 * _FRAME
-            canvas[top : top + size, left : left + size] = to_rgb(_COLOURS.get(role, _COLOURS[MIXED]))
-            inner = _shade(resized(table, _CELL, _CELL))
-            canvas[top + _FRAME : top + _FRAME + _CELL, left + _FRAME : left + _FRAME + _CELL] = inner
-            if drop and h in drop.get(profile.name, ()):
-                crosses.append((left + size / 2, top + size / 2))
+            roles.append(profile.heads[h].role)
+            tile = canvas[i * step : i * step + size, h * step : h * step + size]
+            tile[:] = to_rgb(_COLOURS.get(roles[-1], _COLOURS[MIXED]))
+            tile[_FRAME:-_FRAME, _FRAME:-_FRAME] = _shade(resized(table, _CELL, _CELL))
     figure, (axis,) = new_figure(1.3 + widest * 0.5, 1.5 + len(rows) * 0.5)
     axis.imshow(canvas, interpolation="nearest")
-    if crosses:
-        axis.plot(
-            *zip(*crosses, strict=True), "x", color="black", markersize=20, markeredgewidth=1.4, alpha=0.75, ls=""
-        )
+    if crosses := [(h * step, i * step) for i, (p, _) in enumerate(rows) for h in (drop or {}).get(p.name, ())]:
+        style: dict[str, Any] = {"color": "black", "markersize": 20, "markeredgewidth": 1.4, "alpha": 0.75, "ls": ""}
+        axis.plot(*(np.array(crosses).T + size / 2), "x", **style)
     across, down = ([i * step + step / 2 for i in range(count)] for count in (widest, len(rows)))
     axis.set_xticks(across, [f"H{h}" for h in range(widest)], fontsize=7)
     axis.set_yticks(down, [f"L{profile.index}" for profile, _ in rows], fontsize=7)
     axis.tick_params(length=0)
     axis.xaxis.tick_top()
-    for spine in axis.spines.values():
-        spine.set_visible(False)
+    axis.spines[:].set_visible(False)
     patches = [Patch(color=colour, label=label) for colour, label in legend_of(roles).items()]
     widest_label = 2.4 if any(", " in str(patch.get_label()) for patch in patches) else 1.5
     columns = max(1, min(len(patches), int((1.3 + widest * 0.5) / widest_label)))
-    axis.legend(
-        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.01), ncols=columns, fontsize=7, frameon=False
-    )
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.01), "fontsize": 7, "frameon": False}
+    axis.legend(handles=patches, ncols=columns, **below)
     _titled(axis, sample.title)
     return figure
 

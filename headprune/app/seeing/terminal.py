@@ -42,15 +42,10 @@ def all_heads(heads: Heads, sample: Sample, width: int, colours: bool) -> Group:
         across = max(1, (width - 5) // (each + 1))
         for start in range(0, len(tables), across):
             some = range(start, min(start + across, len(tables)))
-            label = f"L{profile.index}" if start == 0 else ""
-            lines.append(
-                Text(
-                    f"{label:<4} " + " ".join(f"H{h} {_short(profile.heads[h].role)}"[:each].ljust(each) for h in some),
-                    "bold",
-                )
-            )
-            lines.extend(
-                _strip([resized(tables[h], 2 * -(-each // 4) * (2 if each > 8 else 1), each) for h in some], colours)
+            names = (f"H{h} {_short(profile.heads[h].role)}"[:each].ljust(each) for h in some)
+            lines.append(Text(f"{'' if start else f'L{profile.index}':<4} {' '.join(names)}", "bold"))
+            lines += _strip(
+                [resized(tables[h], 2 * -(-each // 4) * (2 if each > 8 else 1), each) for h in some], colours
             )
     return Group(*lines)
 
@@ -87,11 +82,8 @@ def one_head(sample: Sample, layer: SampleLayer, head: int, colours: bool) -> Re
         names = Text("  ").join(Text(f"{keys.labels[j]} {row_weights[j]:.0%}") for j in largest)
         columns = [Text(queries.labels[row], "bold"), names]
         if picture:
-            columns.append(
-                Text(" ").join(
-                    Text(label, f"{_ink(w)} on {_blue(w)}") for label, w in zip(keys.labels, row_weights, strict=True)
-                )
-            )
+            painted = (Text(k, f"{_ink(w)} on {_blue(w)}") for k, w in zip(keys.labels, row_weights, strict=True))
+            columns.append(Text(" ").join(painted))
         table.add_row(*columns)
     return table
 

@@ -37,7 +37,7 @@ from headprune.offload import copied
 from headprune.parallel import current
 from headprune.planning import Order
 from headprune.plans import PruningPlan
-from headprune.pruned import note_was_repaired
+from headprune.pruned import add_record
 from headprune.repairing import Repair
 from headprune.store import Store
 from headprune.surgery import prune
@@ -200,7 +200,7 @@ def _make(
     with progress, trials.repaired(plan.drop, whole=True) as repair:
         model = copied(scene.model, trials.written)
     if repair is not None:
-        note_was_repaired(model)
+        add_record(model, {"repaired": True})
     # The plan was made for the dense model's weights; some of them are repaired now.
     proof = prune(model, plan.drop, scene.example, layers=scene.layers)
     if context.config.finetune:

@@ -14,9 +14,9 @@ from headprune.budgets import Budget, Fit
 from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import measurable
-from headprune.options import AUTO, SearchOptions
+from headprune.options import SearchOptions
 from headprune.plan_search import SearchResult
-from headprune.planning import Order, Search, arrange, strategy_named
+from headprune.planning import AUTO, Order, Search, abouts, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
 from headprune.scoring import HeadScores, score
@@ -51,7 +51,7 @@ class PruneConfig:
 
     @property
     def needs_scores(self) -> bool:
-        return self.plan is None and strategy_named(self.search.strategy).needs_scores
+        return self.plan is None and needs_scores(self.search.strategy)
 
     @property
     def uses_scores(self) -> bool:
@@ -95,7 +95,7 @@ class PruneConfig:
             return Planning(plan=self.plan_file)
         search = self.search
         return Planning(
-            strategy=search.strategy, about=strategy_named(search.strategy).about, protect=str(search.protect),
+            strategy=search.strategy, about=abouts()[search.strategy], protect=str(search.protect),
             min_heads_per_layer=search.min_heads_per_layer, effort=effort_named(search.effort), work=dict(result.work),
             judged_by=result.judged_by, compared=result.compared,
         )  # fmt: skip
@@ -153,7 +153,7 @@ def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> 
     return Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
         repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.metric,
-        store=store,
+        store=store or Store(),
     )  # fmt: skip
 
 

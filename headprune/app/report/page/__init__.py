@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,11 @@ from typing import Any
 
 import jinja2
 from markdown_it import MarkdownIt
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from headprune.amounts import visible
-from headprune.app.documents import Heads
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Documents, Figure, Section, Strong, Table, block_of
+from headprune.app.report.content import Block, Documents, Section, Strong, Table, block_of
 from headprune.app.report.sections.heads import basis
 from headprune.app.report.sections.opening import loading
 from headprune.scoring.scores import HeadScores
@@ -30,33 +30,29 @@ def render(documents: Documents, sections: Sequence[Section], pictures: Mapping[
     Args:
         pictures: PNG files by the names that figures have.
     """
-    html = [_section(section, pictures, "h2" if i else "h1") for i, section in enumerate(sections)]
-    explained = [Strong(f"{s.method}:", basis(s)) for s in documents.rankings]
-    data = {**_sizes(documents), "methods": [s.method for s in documents.rankings], **_attention(documents)}
-    values = {
-        "title": visible(sections[0].title), "opening": html[0], "sections": Markup("").join(html[1:]),
-        "heads": _block(_heads(documents), "Table of all heads", {}), "data": _clean(data),
-        "explained": Markup("").join(_block(block, "", {}) for block in explained), **_assets(),
-    }  # fmt: skip
-    return _template().render(values)
+    opening, *others = (_section(section, pictures, "h2" if i else "h1") for i, section in enumerate(sections))
+    template, assets = _template()
+    return template.render(
+        assets,
+        title=visible(sections[0].title),
+        opening=opening,
+        sections=Markup("").join(others),
+        heads=_html([_heads(documents)], "Table of all heads", {}),
+        explained=_html([Strong(f"{s.method}:", basis(s)) for s in documents.rankings], "", {}),
+        data=_plain(_sizes(documents) | _attention(documents)),
+    )
 
 
 @functools.cache
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("headprune.app.report.page", ".")
-    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
-    return jinja2.Environment(loader=loader, autoescape=True, **options).get_template("page.html.j2")
-
-
-@functools.cache
-def _assets() -> dict[str, Any]:
-    """Style and script of every page, and the policy by which a browser runs this script and fetches nothing."""
-    here = resources.files(__name__)
-    style, script = ((here / name).read_text("utf-8") for name in ("page.css", "page.js"))
+def _template() -> tuple[jinja2.Template, dict[str, Any]]:
+    """The page with what every page has: its style, its script, and the policy by which a browser runs this script and fetches nothing."""
+    names = ("page.html.j2", "page.css", "page.js")
+    page, style, script = ((resources.files(__name__) / name).read_text("utf-8") for name in names)
     hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script))
-    policy = "style-src 'sha256-{}'; script-src 'sha256-{}'".format(*hashes)
-    policy = f"default-src 'none'; {policy}; img-src data:; base-uri 'none'; form-action 'none'"
-    return {"style": Markup(style), "script": Markup(script), "policy": policy}
+    policy = "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; img-src data:; base-uri 'none'; form-action 'none'"
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
+    assets = {"style": Markup(style), "script": Markup(script), "policy": policy.format(*hashes)}
+    return jinja2.Template(page, autoescape=True, **options), assets
 
 
 # -- sections: what report.md has, as HTML ------------------------------------------------------
@@ -67,35 +63,37 @@ _VERDICTS = {"better": "good", "faster": "good", "worse": "bad", "slower": "bad"
 
 
 def _section(section: Section, pictures: Mapping[str, bytes], heading: str) -> Markup:
-    name = re.sub(r"\W+", "-", section.title.lower()).strip("-")
-    opened, folded = (
-        Markup("").join(_block(block, f"{section.title}, {place} {i}", pictures) for i, block in enumerate(blocks))
-        for place, blocks in (("part", section.blocks), ("detail", section.folded))
-    )
-    if section.folded:
-        opened += Markup("<details><summary>{}</summary>{}</details>").format(section.summary, folded)
     title = visible(section.title)
-    form = Markup(f'<section id="{{}}" aria-label="{{}}">\n<{heading}>{{}}</{heading}>\n{{}}</section>\n')
-    return form.format(name, title, title, opened)
+    inside = _html(section.blocks, f"{title}, part", pictures)
+    if section.folded:
+        folded = _html(section.folded, f"{title}, detail", pictures)
+        inside += Markup("<details><summary>{}</summary>{}</details>").format(section.summary, folded)
+    form = f'<section id="{{}}" aria-label="{{}}">\n<{heading}>{{}}</{heading}>\n{{}}</section>\n'
+    return Markup(form).format(re.sub(r"\W+", "-", title.lower()).strip("-"), title, title, inside)
 
 
-def _block(block: Block, label: str, pictures: Mapping[str, bytes]) -> Markup:
-    """
-    Args:
-        label: Of a table or a picture that may have to be scrolled.
-    """
-    scrolled = Markup('<div class="scroll" role="region" aria-label="{}" tabindex="0">{}</div>\n')
-    if isinstance(block, Figure):
-        file = pictures[block.file]
-        width = int.from_bytes(file[16:20], "big")  # of a PNG's header; at 0.8 of it letters are as large as the text's
-        image = Markup('<img class="figure" width="{}" src="data:image/png;base64,{}" alt="{}">')
-        return scrolled.format(
-            visible(label), image.format(round(0.8 * width), base64.b64encode(file).decode(), visible(block.alt))
+def _html(blocks: Sequence[Block], label: str, pictures: Mapping[str, bytes]) -> Markup:
+    """Blocks by their Markdown; tables and pictures in a frame with this label, in which they can be scrolled."""
+    count = itertools.count(1)
+
+    def framed(inside: str) -> str:
+        return (
+            f'<div class="scroll" role="region" aria-label="{escape(label)} {next(count)}" tabindex="0">{inside}</div>'
         )
-    html = _SMALLER.sub(r"\1 <small>\2</small>", _MARKDOWN.render(block_of(block)))
+
+    def picture(found: re.Match[str]) -> str:
+        file = pictures[found["file"]]
+        width = round(
+            0.8 * int.from_bytes(file[16:20], "big")
+        )  # a PNG's; so that its letters are as large as the text's
+        source = f"data:image/png;base64,{base64.b64encode(file).decode()}"
+        return framed(f'<img class="figure" width="{width}" src="{source}" alt="{found["alt"]}">')
+
+    html = _SMALLER.sub(r"\1 <small>\2</small>", _MARKDOWN.render("\n\n".join(map(block_of, blocks))))
     for word, tone in _VERDICTS.items():
         html = html.replace(f"<td>{word}</td>", f'<td class="{tone}">{word}</td>')
-    return scrolled.format(visible(label), Markup(html)) if html.startswith("<table") else Markup(html)
+    html = re.sub(r"<table>.*?</table>", lambda found: framed(found[0]), html, flags=re.DOTALL)
+    return Markup(re.sub(r'<p><img src="(?P<file>[^"]*)" alt="(?P<alt>[^"]*)" /></p>', picture, html))
 
 
 # -- what only a page can show ----------------------------------------------------------------
@@ -133,29 +131,25 @@ def _score(scores: HeadScores, layer: str, head: int) -> str:
 
 
 def _attention(documents: Documents) -> dict[str, Any]:
-    """Why every head has its role, and what it attends to in the samples."""
-    heads, layers = documents.heads, documents.run.model.layers
-    facts: dict[str, Any] = {"layers": [[f"L{layer.index}", layer.num_heads] for layer in layers]}
-    if heads is None:
-        return {**facts, "reasons": [], "samples": []}
-    reasons = [_reason(heads, layer.name, h) for layer in layers for h in range(layer.num_heads)]
-    return {**facts, "reasons": reasons, "samples": heads.samples}
+    """The methods, why every head has its role (or why it could not be seen), and what it attends to in the samples."""
+    heads, layers, reasons = documents.heads, documents.run.model.layers, []
+    profiles = {layer.name: layer for layer in heads.layers} if heads is not None else {}
+    for layer in layers if heads is not None else ():
+        profile = profiles.get(layer.name)
+        unseen = [profile.unseen if profile else "not looked at"] * layer.num_heads
+        reasons += [head.because for head in profile.heads] if profile and profile.heads else unseen
+    return {
+        "methods": [s.method for s in documents.rankings], "layers": [[f"L{layer.index}", layer.num_heads] for layer in layers],
+        "reasons": reasons, "samples": heads.to_json()["samples"] if heads is not None else [],
+    }  # fmt: skip
 
 
-def _reason(heads: Heads, name: str, head: int) -> str:
-    """Why a head has its role; or why it could not be seen."""
-    layer = next((layer for layer in heads.layers if layer.name == name), None)
-    return "not looked at" if layer is None else layer.heads[head].because if layer.heads else layer.unseen
-
-
-def _clean(value: Any) -> Any:
-    """A value as JSON can hold it: documents as dictionaries, numbers that are not finite as null, texts without control characters."""
-    if hasattr(value, "__dict__"):  # a part of a document
-        return _clean(vars(value))
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it: numbers that are not finite as null, texts without control characters."""
     if isinstance(value, Mapping):
-        return {key: _clean(part) for key, part in value.items()}
+        return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(part) for part in value]
+        return [_plain(part) for part in value]
     if isinstance(value, str):
         return visible(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from headprune.app.report.content import Documents, Section
 from headprune.app.report.sections.heads import agreement, importance, removed, roles
-from headprune.app.report.sections.measured import all_metrics, engines, generation, latency, other_data, repair, time
+from headprune.app.report.sections.measured import all_metrics, engines, generation, latency, other_data, time
 from headprune.app.report.sections.opening import opening
 from headprune.app.report.sections.plans import choice, trade_off
 from headprune.app.report.sections.trust import reproduce, trust
 
 FIRST = (opening, trust)
 """Of every run, as functions of all its documents. The first screen is for readers who know nothing yet."""
-PRUNED = (other_data, all_metrics, repair, choice, trade_off, latency, time, generation, engines, removed)
+PRUNED = (other_data, all_metrics, choice, trade_off, latency, time, generation, engines, removed)
 """Of runs that pruned, as functions of run.json and metrics.json."""
 LAST = (importance, agreement, roles, reproduce)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from headprune.app.pictures import new_figure
 from headprune.app.report import verdict
 from headprune.app.report.content import (
     Block,
-    Bullets,
     Documents,
     Figure,
     Section,
@@ -24,7 +23,6 @@ from headprune.app.report.content import (
     capital,
     notes_by_size,
 )
-from headprune.app.report.numbers import with_error
 from headprune.app.seeing import by_role
 from headprune.app.seeing.pictures import figure_of_all
 from headprune.scoring import METHODS
@@ -33,11 +31,9 @@ from headprune.scoring.scores import HeadScores, agreements, chance
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
-_SHOWN = 5  # heads at each end of a method's list
-
 
 def importance(documents: Documents) -> Section | None:
-    """Every score: a map, the highest and the lowest."""
+    """Every score: a map, and what each method means."""
     if not documents.scores:
         return None
     blocks: list[Block] = []
@@ -47,10 +43,9 @@ def importance(documents: Documents) -> Section | None:
             "A score is of one head's removal while all others stay, and a plan removes many. So a head whose work others can do may score low "
             "(a light cell) and yet be kept; close scores may swap places by chance.",
         ]
-    for s in documents.rankings:
-        blocks += [Strong(f"{s.method}:", basis(s)), Bullets([*_ends(s)])]
-    blocks.append("All values are in `scores.json`.")
-    return Section("Importance", (), "Every score: a map, the highest and the lowest", blocks)
+    blocks += [Strong(f"{s.method}:", f"{basis(s)}{_harmful(s)}") for s in documents.rankings]
+    blocks.append("All values are in `scores.json`, and in the table of heads in `report.html`.")
+    return Section("Importance", (), "Every score: a map, and what it means", blocks)
 
 
 def method_line(method: str) -> str:
@@ -66,16 +61,13 @@ def basis(scores: HeadScores) -> str:
     return f"{method_line(scores.method)} {'; '.join(str(fact) for fact in facts if fact)}."
 
 
-def _ends(scores: HeadScores) -> Iterator[str]:
-    """The highest and the lowest heads, and how many are harmful."""
-    heads = scores.top(len(scores.labels()))
-    few = min(_SHOWN, len(heads) // 2)
-    for name, some in (("highest", heads[:few]), ("lowest", heads[::-1][:few])):
-        yield f"{name}: {', '.join(f'{label} {with_error(score, error)}' for label, score, error in some)}"
-    values, errors = scores.flat(), scores.flat_stderr()
-    if scores.signed and float(values.min()) < 0 and bool(errors.isfinite().all()):
-        harmful, unsure = (int(mask.sum()) for mask in (values + 1.96 * errors < 0, values.abs() < 1.96 * errors))
-        yield f"harmful (more than 1.96 standard errors below 0): {harmful} of {len(heads)}; within 1.96 standard errors of 0: {unsure}"
+def _harmful(s: HeadScores) -> str:
+    """How many heads the model would be better without; "" where that is not known, or there are none."""
+    values, errors = s.flat(), s.flat_stderr()
+    if not (s.signed and float(values.min()) < 0 and bool(errors.isfinite().all())):
+        return ""
+    harmful, unsure = (int(mask.sum()) for mask in (values + 1.96 * errors < 0, values.abs() < 1.96 * errors))
+    return f" Harmful (more than 1.96 standard errors below 0): {harmful} of {len(values)}; within 1.96 standard errors of 0: {unsure}."
 
 
 def picture(documents: Documents) -> Figure:

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from headprune import amounts
-from headprune.amounts import code
-from headprune.app.documents import DISTURBED, BudgetResult, Metrics, Run, TimeParts
+from headprune.amounts import code, head_count
+from headprune.app.documents import DISTURBED, BudgetResult, Measured, Metrics, Run, TimeParts
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Bullets, Section, Strong, Table, notes_by_size
+from headprune.app.report.content import Block, Section, Table, listed, notes_by_size
 from headprune.latency import WARM_UP, LatencyRow
-from headprune.repairing.steps import STEPS
 from headprune.timing import ATTENTION, LAUNCH, PROJECTIONS
 
 if TYPE_CHECKING:
@@ -24,19 +23,18 @@ def other_data(run: Run, metrics: Metrics) -> Section | None:
         return None
     metric, budgets = metrics.metric, verdict.largest_first(metrics)
     repairs = any(b.repair for b in budgets)
-    effect = ["repair"] * repairs or ["training"] * verdict.trained(metrics)
+    effect = ["effect of repair"] if repairs else ["effect of training"] * verdict.trained(metrics)
     rows = []
     for i, data in enumerate(metrics.also):
         name = f"{code(data.name)}, {data.data.examples:,} examples"
-        rows.append(
-            [name, f"{budgets[0].total} (dense)", numbers.interval(data.dense, metric), "", "", *("" for _ in effect)]
-        )
+        dense = (name, f"{budgets[0].total} (dense)", numbers.interval(data.dense, metric), "", "", "")
+        rows.append(dense[: 5 + len(effect)])
         for b in budgets:
             there = b.also[i]
             gain = f"{numbers.change(there.gain, metric)}, {there.gain.verdict}" if there.gain else "–"
             value, change = numbers.interval(there.pruned, metric), numbers.change(there.change, metric)
-            rows.append([name, str(b.kept), value, change, there.change.verdict, *(gain for _ in effect)])
-    head = ["data", "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", *(f"effect of {e}" for e in effect)]
+            rows.append((name, str(b.kept), value, change, there.change.verdict, gain)[: 5 + len(effect)])
+    head = ["data", "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", *effect]
     what = "pruning and repair generalise" if repairs else "pruning generalises"
     sentence = (
         f"None of this data was used to score, to choose or to fit, so it shows how {what} beyond the first dataset."
@@ -45,80 +43,57 @@ def other_data(run: Run, metrics: Metrics) -> Section | None:
 
 
 def all_metrics(run: Run, metrics: Metrics) -> Section:
-    """Accuracy, F1 and loss, the p-values and the FLOPs."""
-    metric, dense = metrics.metric, metrics.dense
+    """Every metric with p-values and FLOPs, and the run's own metric without what repair and training changed."""
+    metric, dense, budgets = metrics.metric, metrics.dense, verdict.largest_first(metrics)
+    repairs, trained = [b.repair for b in budgets], verdict.trained(metrics)
+
+    def values(title: str, models: Sequence[Measured | None], name: str = metric) -> list[str]:
+        return [title, *("–" if m is None else numbers.value(m.metrics[name], name) for m in models)]
+
     names = [metric, *(n for n in numbers.METRICS if n in dense.metrics and n != metric)]
-    values = [numbers.value(dense.metrics[n], n) for n in names]
-    rows = [[f"{metrics.budgets[0].total} (dense)", *values, "", amounts.flops(dense.flops, 4)]]
-    for b in verdict.largest_first(metrics):
-        p, values = b.change.p_value, [numbers.value(b.pruned.metrics[n], n) for n in names]
-        flops = f"{amounts.flops(b.flops, 4)} ({numbers.share_of(b.flops, dense.flops)})"
-        rows.append([str(b.kept), *values, "" if p is None else f"{p:.2g}", flops])
+    flops = (f"{amounts.flops(b.flops, 4)} ({numbers.share_of(b.flops, dense.flops)})" for b in budgets)
+    columns = [
+        ["heads kept", f"{budgets[0].total} (dense)", *(str(b.kept) for b in budgets)],
+        *(values(numbers.METRICS.get(n, n), [dense, *(b.pruned for b in budgets)], n) for n in names),
+        ["p", "", *("" if b.change.p_value is None else f"{b.change.p_value:.2g}" for b in budgets)],
+        ["FLOPs", amounts.flops(dense.flops, 4), *flops],
+    ]
+    if any(repairs):
+        columns.append(values(f"{metric} without repair", [None, *(r.without if r else None for r in repairs)]))
+    if any(map(verdict.by_cheaper_repair, budgets)):
+        columns.append(
+            values("repaired layer by layer only", [None, *(r.layers_alone if r else None for r in repairs)])
+        )
+    if trained:
+        columns.append(values("before training", [None, *map(verdict.untrained, budgets)]))
+    head, *rows = zip(*columns, strict=True)
     sentence = (
         f"p: of the change of {metric}, by the test that gives its interval. FLOPs: one example of median length."
     )
-    head = ["heads kept", *(numbers.METRICS.get(n, n) for n in names), "p", "FLOPs"]
-    return Section("All metrics", (), "Every metric, with p-values and FLOPs", [Table(head, rows), sentence])
-
-
-def repair(run: Run, metrics: Metrics) -> Section | None:
-    """What repair and training did to each model."""
-    budgets = [b for b in verdict.largest_first(metrics) if b.repair or b.finetune]
-    if not budgets:
-        return None
     notes = notes_by_size([(b.kept, b.repair.notes) for b in budgets if b.repair])
-    blocks = [_values(metrics, budgets), *_explanation(budgets), *_steps(budgets), *notes]
-    return Section("Repair", (), "How the remaining weights were changed, and what that gained", blocks)
+    changed = " and what repair and training gained" if trained else " and what repair gained" if any(repairs) else ""
+    summary = f"Every metric, with p-values and FLOPs{',' * bool(changed)}{changed}"
+    return Section("All metrics", (), summary, [Table(head, rows), sentence, *_changes(budgets), *notes])
 
 
-def _values(metrics: Metrics, budgets: list[BudgetResult]) -> Table:
-    """The metric on the reported examples: without the repair, with it, after training."""
-    metric = metrics.metric
-    compared, tuned = any(map(verdict.by_cheaper_repair, budgets)), verdict.trained(metrics)
-    rows = []
-    for b in budgets:
-        without, only = (b.repair.without, b.repair.layers_alone) if b.repair else (None, None)
-        models = [without, *[only] * compared, verdict.untrained(b), *[b.pruned if b.finetune else None] * tuned]
-        rows.append([str(b.kept), *("–" if m is None else numbers.value(m.metrics[metric], metric) for m in models)])
-    head = [f"{metric} without repair", *["layer by layer only"] * compared, "repaired", *["fine-tuned"] * tuned]
-    return Table(["heads kept", *head], rows)
-
-
-def _explanation(budgets: list[BudgetResult]) -> Iterator[str]:
+def _changes(budgets: Sequence[BudgetResult]) -> Iterator[str]:
+    """How the remaining weights were changed."""
     if first := next((b.repair for b in budgets if b.repair), None):
         mixtures = f" and {first.mixtures:,} mixtures of them (the first half of one text, the second of another)"
+        left_out = [
+            f"{t.step} with {head_count(b.kept)}" for b in budgets if b.repair for t in b.repair.trials if not t.kept
+        ]
         yield (
             f"Repair fits the kept heads' weights by least squares, on the {first.examples:,} scoring examples"
-            f"{mixtures if first.mixtures else ''}, to what the dense model computes there. It uses no labels and no training."
+            f"{mixtures if first.mixtures else ''}, to what the dense model computes there, without labels or training. A step is kept only if it "
+            "brings the model nearer to the dense one's answers on the choosing examples (`repair.trials` in `metrics.json`)"
+            f"{f'; left out: {listed(left_out)}' if left_out else ''}."
         )
     if tuning := next((b.finetune for b in budgets if b.finetune), None):
         yield (
             f"Fine-tuned on {tuning.examples:,} examples for {tuning.options.epochs:g} epoch{'s' * (tuning.options.epochs != 1)}, with "
             "distillation from the dense model; the choosing part decided which epoch is kept."
         )
-
-
-def _steps(budgets: list[BudgetResult]) -> Iterator[Block]:
-    """How every step of repair did on the examples that choose."""
-    trials = {(b.kept, t.step): t for b in budgets if b.repair for t in b.repair.trials}
-    if not trials:
-        return
-    names = [*dict.fromkeys(step for _, step in trials)]
-    rows = []
-    for b in budgets:
-        cells = []
-        for name in names:
-            trial, answers = trials.get((b.kept, name)), b.repair.answers if b.repair else None
-            part = f" ({answers.part:.0%} of it)" if name == "answers" and answers and answers.part < 1 else ""
-            cell = f"{numbers.known(trial.before)} → {numbers.known(trial.after)}{part}" if trial else "–"
-            cells.append(f"left out ({cell})" if trial and not trial.kept else cell)
-        rows.append([str(b.kept), *cells])
-    yield (
-        f"Every step is kept only if it does better on the {next(iter(trials.values())).examples:,} choosing examples. Mean divergence from "
-        "the dense model's answers there (KL, in nats; the squared difference, where answers are no probabilities), before → after the step:"
-    )
-    yield Table(["heads kept", *names], rows)
-    yield Bullets([Strong(f"{step.name}:", f"{step.about}.") for step in STEPS if step.name in names])
 
 
 _MUCH = 0.25  # the share of launch overhead that is worth a sentence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,38 +15,12 @@ from headprune.app.pictures import new_figure
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Block, Bullets, Figure, Section, Strong, Table, capital
 from headprune.app.report.numbers import mean_of
-from headprune.options import AUTO
-from headprune.planning import STRATEGIES
+from headprune.planning import AUTO, STRATEGIES, abouts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
-# Colours that stay apart for colour-blind readers (Okabe and Ito); grey is always the random control.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_GREY = "#7f7f7f"
-
-
-def curves(draw: Callable[[Any], None], random: Mapping[int, Sequence[float]], metric: str, part: str) -> Drawing:
-    """Lines of chosen heads beside random ones, whose draws have their mean as a line and their range as a band.
-
-    Args:
-        draw: Adds the chosen heads' lines to the axes.
-        random: The draws' values by heads kept; of all heads, the dense model's value.
-        part: Of the data that was measured on.
-    """
-    figure, (axis,) = new_figure(7.2, 4.0)
-    draw(axis)
-    kept = sorted(random)
-    means, low, high = ([f(random[k]) for k in kept] for f in (lambda values: mean_of(values, metric), min, max))
-    draws = max(map(len, random.values()))
-    axis.plot(kept, means, "--", color=_GREY, label=f"random heads: mean and range of {draws} draws")
-    axis.fill_between(kept, low, high, color=_GREY, alpha=0.2, lw=0)
-    axis.axhline(means[-1], color="black", lw=0.8, ls=":", label="dense model")
-    axis.set(xlabel=f"heads kept, of {kept[-1]}", ylabel=f"{metric}, on the {part} examples")
-    axis.set_yscale("log" if metric == "perplexity" else "linear")
-    axis.grid(alpha=0.25)
-    axis.legend(fontsize=8, frameon=False)
-    return figure
+_BLUE, _GREY = "#0072B2", "#7f7f7f"  # Okabe and Ito's blue, and grey for the random control
 
 
 def table(metrics: Metrics) -> Table:
@@ -107,25 +81,38 @@ def precisions(metrics: Metrics) -> set[str]:
 
 def picture(metrics: Metrics) -> Figure:
     """The metric against heads kept."""
-    metric, dense = metrics.metric, metrics.dense
-    random = {b.kept: b.random for b in metrics.budgets} | {metrics.budgets[0].total: (dense.metrics[metric],)}
-    alt = f"{metric} against heads kept, with random heads and 95 % intervals"
-    return Figure("tradeoff.png", alt, lambda: curves(partial(_draw_sizes, metrics), random, metric, "reported"))
+    alt = f"{metrics.metric} against heads kept, with random heads and 95 % intervals"
+    return Figure("tradeoff.png", alt, partial(_draw, metrics))
 
 
-def _draw_sizes(metrics: Metrics, axis: Any) -> None:
-    """The saved models on the reported examples, and what they are compared with random heads by."""
+def _draw(metrics: Metrics) -> Drawing:
+    """The saved models on the reported examples, beside random heads: the mean of their draws as a line, the range as a band."""
     metric, dense, budgets = metrics.metric, metrics.dense, verdict.largest_first(metrics)
     kept, models = [budgets[0].total, *(b.kept for b in budgets)], [dense, *(b.pruned for b in budgets)]
     value, low, high = np.array([(m.metrics[metric], m.low, m.high) for m in models]).T
-    ends = np.maximum([value - low, high - value], 0)
-    style: dict[str, Any] = {"fmt": "D-", "color": COLOURS[0], "markersize": 6, "capsize": 3, "zorder": 5}
-    axis.errorbar(kept, value, ends, **style, label="chosen heads (95 % interval)")
+    draws = [(dense.metrics[metric],), *(b.random for b in budgets)]
+    figure, (axis,) = new_figure(7.2, 4.0)
+    style: dict[str, Any] = {"fmt": "D-", "color": _BLUE, "markersize": 6, "capsize": 3, "zorder": 5}
+    axis.errorbar(
+        kept, value, np.maximum([value - low, high - value], 0), **style, label="chosen heads (95 % interval)"
+    )
     if treatment := _treatment(metrics):
         alike = [value[0], *(verdict.against_random(metrics, b).value for b in budgets)]
         name = f"chosen heads, {treatment} like the random ones"
-        axis.plot(kept, alike, "D:", color=COLOURS[0], markersize=5, markerfacecolor="white", zorder=4, label=name)
+        axis.plot(kept, alike, "D:", color=_BLUE, markersize=5, markerfacecolor="white", zorder=4, label=name)
     axis.set_xticks(kept)
+    means = [mean_of(of_size, metric) for of_size in draws]
+    label = f"random heads: mean and range of {max(map(len, draws))} draws"
+    axis.plot(kept[::-1], means[::-1], "--", color=_GREY, label=label)
+    axis.fill_between(
+        kept[::-1], [min(d) for d in draws][::-1], [max(d) for d in draws][::-1], color=_GREY, alpha=0.2, lw=0
+    )
+    axis.axhline(value[0], color="black", lw=0.8, ls=":", label="dense model")
+    axis.set(xlabel=f"heads kept, of {kept[0]}", ylabel=f"{metric}, on the reported examples")
+    axis.set_yscale("log" if metric == "perplexity" else "linear")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, frameon=False)
+    return figure
 
 
 def choice(run: Run, metrics: Metrics) -> Section | None:
@@ -146,12 +133,10 @@ def _orders(metrics: Metrics) -> Iterator[Strong]:
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
     by_scores = STRATEGIES.get("one-shot" if planning.strategy == AUTO else planning.strategy)
-    abouts = {name: strategy.about for name, strategy in STRATEGIES.items()} | {
-        "random": "Heads drawn at random, the control."
-    }
+    known = {**abouts(), "random": "Heads drawn at random, the control."}
     for name in dict.fromkeys(names):
-        if name in abouts:
-            yield Strong(f"{name}:", abouts[name])
+        if name in known:
+            yield Strong(f"{name}:", known[name])
         elif name and name != "dense" and by_scores is not None:
             about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}"
             yield Strong(f"{name}:", f"By the scores of that name ({by_scores.name}): {about}")
@@ -198,37 +183,16 @@ def _comparison(metrics: Metrics) -> Iterator[Block]:
 
 def trade_off(run: Run, metrics: Metrics) -> Section:
     """What every order gives at every number of heads, on the choosing part."""
-    metric, choose = metrics.metric, run.parts.choose
-    values: dict[str, dict[int, list[float]]] = {}
-    random: dict[int, list[float]] = {}
-    for p in metrics.curve:
-        if p.method != "dense":
-            values.setdefault(p.method, {}).setdefault(p.asked, []).append(p.value)
-        if p.method in ("dense", "random"):
-            random.setdefault(p.kept, []).append(p.value)
-    rows = []
-    for keep in sorted({keep for of_method in values.values() for keep in of_method}, reverse=True):
-        draws = (of_method.get(keep) for of_method in values.values())
-        rows.append((str(keep), *(numbers.value(numbers.mean_of(d, metric), metric) if d else "–" for d in draws)))
-    repairs = [b.repair for b in metrics.budgets if b.repair]
+    metric, choose, repairs = metrics.metric, run.parts.choose, [b.repair for b in metrics.budgets if b.repair]
+    points = [p for p in metrics.curve if p.method != "dense"]
+    methods, rows = [*dict.fromkeys(p.method for p in points)], []
+    for asked in sorted({p.asked for p in points}, reverse=True):
+        draws = ([p.value for p in points if (p.method, p.asked) == (method, asked)] for method in methods)
+        rows.append((str(asked), *(numbers.value(mean_of(d, metric), metric) if d else "–" for d in draws)))
     last = ", but without the last step of repair" if any(r.answers for r in repairs) else ""
     sentence = (
         f"{capital(metric)} with heads masked{f' and the kept heads repaired{last}' if repairs else ''}, on the {choose.examples:,} choosing "
-        f"examples ({code(choose.split)}), so do not compare these values with the first table. Shaded in the picture: the 95 % interval of each "
-        "value (not of its difference from the dense model's), and the range of the random draws."
+        f"examples ({code(choose.split)}), so do not compare these values with the first table. Intervals: `curve` in `metrics.json`."
     )
-    alt = f"{metric} against heads kept, by every order"
-    picture = Figure("orders.png", alt, lambda: curves(partial(_draw_orders, metrics), random, metric, "choosing"))
     summary = "Every order of removal that was tried, on the choosing part"
-    return Section("Trade-off", (), summary, [picture, sentence, Table(("heads kept", *values), rows)])
-
-
-def _draw_orders(metrics: Metrics, axis: Any) -> None:
-    """A line for every order, down from the dense model."""
-    methods = dict.fromkeys(p.method for p in metrics.curve if p.method not in ("dense", "random"))
-    for i, method in enumerate(methods):
-        points = sorted((p for p in metrics.curve if p.method in (method, "dense")), key=lambda p: p.kept)
-        kept, colour = [p.kept for p in points], COLOURS[i % len(COLOURS)]
-        style = "o-" if i < len(COLOURS) else "s-."
-        axis.plot(kept, [p.value for p in points], style, markersize=4, color=colour, label=method)
-        axis.fill_between(kept, [p.low for p in points], [p.high for p in points], color=colour, alpha=0.12, lw=0)
+    return Section("Trade-off", (), summary, [sentence, Table(("heads kept", *methods), rows)])

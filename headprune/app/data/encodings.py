@@ -1,0 +1,283 @@
+"""A function for each task: features of a dataset's row.
+
+A new task is a line in `ENCODINGS`, beside its entry in `headprune.app.options.TASKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headprune.app.data.encoder import Encoder, Encoding, Feature, Row
+from headprune.app.options import Task
+from headprune.batches import Rows
+from headprune.conventions import logits_in
+from headprune.divergence import IGNORED, gives_several, regresses
+from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import call, model_device
+from headprune.label_use import find_label_use
+from headprune.running import quiet
+
+# Usual names of columns, the clearest first; with a comma two of them, for a pair of texts.
+CLASSES = (
+    "label", "labels", "class", "target", "sentiment", "category", "intent", "ner_tags", "pos_tags", "tags", "fine_label",
+)  # fmt: skip
+TEXTS = (
+    "premise,hypothesis", "sentence1,sentence2", "question1,question2", "text_a,text_b",
+    "question,sentence", "question,passage", "text", "sentence", "content", "review", "tweet", "document",
+    "tokens", "words", "article",
+)  # fmt: skip
+CHATS = ("messages", "conversations", "conversation")
+QUESTIONS = ("question,context", "question,passage")
+SOURCES = ("article", "document", "dialogue", "source", "input", "question", "text")
+TARGETS = ("highlights", "summary", "target", "output", "answer", "label", "labels")
+IMAGES = ("image", "img", "pixel_values", "picture")
+SOUNDS = ("audio", "speech", "sound")
+TRANSCRIPTS = ("text", "sentence", "transcription", "transcript", "normalized_text")
+
+
+# -- texts ----------------------------------------------------------------------------------------------
+
+
+def encode_text(encoder: Encoder, row: Row, _: int) -> Feature:
+    """A text, or a pair of texts, with its class, its classes or its numbers."""
+
+    def target(label: Any) -> Any:
+        if isinstance(label, list) or gives_several(encoder.model):
+            return encoder.classes.several(label, any_number=regresses(encoder.model))
+        return encoder.classes.number(label)
+
+    return {**encoder.tokens(row), **encoder.labels(row, target)}
+
+
+def encode_words(encoder: Encoder, row: Row, _: int) -> Feature | str:
+    """Words, with the label of each at its first token, by which the word counts once."""
+    (words,) = encoder.inputs(row)
+    if not words:
+        return "empty"
+    coded = encoder.truncate(partial(encoder.processor, words, is_split_into_words=True))
+    owners = coded.word_ids()
+
+    def targets(tags: Any) -> list[int | float]:
+        if not isinstance(tags, list) or len(tags) != len(words):
+            many = len(tags) if isinstance(tags, list) else "no"
+            raise HeadPruneError(f"{len(words)} words, but {many} labels.", "Check the two columns.")
+        pairs = zip(owners, [None, *owners], strict=False)
+        return [
+            IGNORED if word is None or word == previous else encoder.classes.number(tags[word])
+            for word, previous in pairs
+        ]
+
+    return {**coded, **encoder.labels(row, targets)}
+
+
+def encode_question(encoder: Encoder, row: Row, _: int) -> Feature | str:
+    """A question and its context, with the answer's first and last token; SQuAD's columns: answers {text, answer_start}."""
+    answers = None if encoder.label is None else row[encoder.label]
+    if encoder.label is not None and not (answers and answers["text"]):
+        return "without an answer"
+    question, context = encoder.inputs(row)
+    coded = encoder.truncate(
+        partial(encoder.processor, question, context, return_offsets_mapping=True), how="only_second"
+    )
+    offsets, sequence = coded.pop("offset_mapping"), coded.sequence_ids()
+    if answers is None:
+        return dict(coded)
+    start = answers["answer_start"][0]
+    end = start + len(answers["text"][0])
+    inside = [
+        i for i, (s, (a, b)) in enumerate(zip(sequence, offsets, strict=True)) if s == 1 and a < end and b > start
+    ]
+    if not inside:
+        return "with the answer behind the cut"
+    return {**coded, "start_positions": inside[0], "end_positions": inside[-1]}
+
+
+def encode_pair(encoder: Encoder, row: Row, _: int) -> Feature:
+    """A text, and the text that is made of it."""
+    target = encoder.truncate(partial(encoder.processor, text_target=str(row[encoder.columns["target"]])))
+    return {**encoder.tokens(row), "labels": list(target["input_ids"])}
+
+
+def encode_masked(encoder: Encoder, row: Row, number: int) -> Feature | str:
+    """A text of which 15 % are masked, and predicted."""
+    coded = encoder.tokens(row)
+    ids, special = coded["input_ids"], set(encoder.processor.all_special_ids)
+    open_ = [i for i, token in enumerate(ids) if token not in special]
+    if not open_:
+        return "without a token to mask"
+    generator = torch.Generator().manual_seed(encoder.options.seed * 1_000_003 + number)
+    count = max(1, round(0.15 * len(open_)))
+    masked = {open_[i] for i in torch.randperm(len(open_), generator=generator)[:count].tolist()}
+    labels = [token if i in masked else IGNORED for i, token in enumerate(ids)]
+    coded["input_ids"] = [encoder.processor.mask_token_id if i in masked else t for i, t in enumerate(ids)]
+    return {**coded, "labels": labels}
+
+
+def prepare_masked(encoder: Encoder) -> str:
+    if encoder.processor.mask_token_id is None:
+        raise HeadPruneError("The tokenizer has no mask token.", "Use a masked language model's tokenizer.")
+    return "15 % of each text's tokens were masked, drawn by seed and row; only they are predicted."
+
+
+_CHATS_NOTE = "Chats were written out by the tokenizer's chat template; what every speaker says is predicted."
+
+
+def encode_causal(encoder: Encoder, row: Row, _: int) -> Feature | str:
+    """A text, or a chat (a list of ``{"role": …, "content": …}``) written out by the tokenizer's chat template."""
+    value, *more = encoder.inputs(row)
+    if not more and _is_chat(value):
+        # The template writes the special tokens: the tokenizer's own would come twice.
+        text = partial(encoder.processor, _write_chat(encoder, value), add_special_tokens=False)
+        coded = dict(encoder.truncate(text))
+    else:
+        coded = encoder.tokens(row)
+    if len(coded["input_ids"]) < 2:
+        return "of less than two tokens"
+    coded.pop("token_type_ids", None)
+    ids = list(coded["input_ids"])
+    return {**coded, "labels": [*ids[1:], IGNORED] if encoder.shifted else ids}
+
+
+def _is_chat(value: Any) -> bool:
+    """Whether this is a list of what somebody said, as chat templates take it."""
+    messages = isinstance(value, list) and bool(value)
+    return messages and all(isinstance(m, Mapping) and {"role", "content"} <= {*m} for m in value)
+
+
+def _write_chat(encoder: Encoder, chat: list[Row]) -> str:
+    """A chat as text."""
+    if not getattr(encoder.processor, "chat_template", None):
+        raise HeadPruneError(
+            f"column {encoder.columns['text']!r} holds chats, and the tokenizer has no chat template.",
+            "Set its chat_template, or write the chats out into a column of texts.",
+        )
+    if _CHATS_NOTE not in encoder.notes:
+        encoder.notes.append(_CHATS_NOTE)
+    try:
+        return str(encoder.processor.apply_chat_template(chat, tokenize=False))
+    except Exception as error:  # templates raise what they like, mostly about the order of roles
+        raise HeadPruneError(
+            f"the tokenizer's chat template refuses the chat: {first_line(error)}",
+            "Correct this chat, or leave it out.",
+        ) from error
+
+
+def prepare_causal(encoder: Encoder) -> str:
+    """Whether labels must be the next tokens, since the model compares logits with labels in their own place.
+
+    Raises:
+        HeadPruneError: A model that sees the tokens that it would be asked for.
+    """
+    # Padding on the left would have the first word predicted from it, and shift every position after it.
+    encoder.processor.padding_side = "right"
+    model = encoder.model
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = encoder.config.get_text_config().vocab_size
+    # Marks of images and the like are mostly the first or the last of a vocabulary.
+    ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 2), (1, 8), generator=generator).to(model_device(model))
+    example = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    with quiet(model), torch.no_grad():
+        if _sees_ahead(model, ids):
+            raise HeadPruneError(
+                f"{type(model).__name__}, as it is set up, sees the tokens behind each one: its perplexity on plain text "
+                "would mean nothing.",
+                "Use --task masked-lm, if it is a masked language model (or is_decoder in its config).",
+            )
+        convention = find_label_use(model, [example], Rows()).convention
+    encoder.shifted = convention is not None and convention.ahead == 0
+    return "This model's own loss does not shift labels: they are the next tokens." if encoder.shifted else ""
+
+
+def _sees_ahead(model: nn.Module, ids: Tensor) -> bool:
+    """Whether logits depend on tokens behind their own: by another last token of a text ``[1, tokens]``."""
+    other = torch.cat([ids[:, :-1], ids[:, -1:] ^ 1], dim=1)
+    before, after = (
+        logits_in(call(model, {"input_ids": t, "attention_mask": torch.ones_like(t)})) for t in (ids, other)
+    )
+    if before is None or after is None or before.ndim != 3 or before.shape[1] < ids.shape[1]:
+        return False
+    most = 1e-5 if before.dtype in (torch.float32, torch.float64) else 1e-3
+    return bool((after - before)[:, :-1].abs().max() > most * before.abs().max())
+
+
+# -- images and sounds ----------------------------------------------------------------------------------
+
+
+def encode_image(encoder: Encoder, row: Row, _: int) -> Feature:
+    """An image with its class."""
+    (image,) = encoder.inputs(row)
+    if isinstance(image, str | list):  # an image processor would fetch what the text names, also from a network
+        raise encoder.holds_no("image", "Give the images themselves, not their names.")
+    if encoder.config.num_channels == 3 and getattr(image, "mode", "RGB") != "RGB":
+        image = image.convert("RGB")
+    pixels = encoder.processor(images=image, return_tensors="pt")["pixel_values"][0]
+    return {"pixel_values": pixels, **encoder.labels(row, encoder.classes.number)}
+
+
+def encode_sound(encoder: Encoder, row: Row, _: int) -> Feature:
+    """A sound with its class."""
+    coded = encoder.processor(_samples(encoder, row), sampling_rate=encoder.processor.sampling_rate)
+    feature = {k: torch.as_tensor(v[0]) for k, v in coded.items()}
+    return {**feature, **encoder.labels(row, encoder.classes.number)}
+
+
+def encode_speech(encoder: Encoder, row: Row, _: int) -> Feature:
+    """A sound, and what is said in it."""
+    extractor, tokenizer = encoder.processor.feature_extractor, encoder.processor.tokenizer
+    coded = extractor(_samples(encoder, row), sampling_rate=extractor.sampling_rate, return_tensors="pt")
+    text = str(row[encoder.columns["transcript"]])
+    labels = list(encoder.truncate(partial(tokenizer, text), encoder.options.max_length or 448)["input_ids"])
+    if labels[:1] == [encoder.config.decoder_start_token_id]:
+        labels = labels[1:]  # the model puts it there itself when it shifts the labels
+    return {"input_features": coded["input_features"][0], "labels": labels}
+
+
+def _samples(encoder: Encoder, row: Row) -> Any:
+    """A sound as a mono array at the model's rate."""
+    (sound,) = encoder.inputs(row)
+    wanted = getattr(encoder.processor, "feature_extractor", encoder.processor).sampling_rate
+    if isinstance(sound, Mapping):
+        array, rate = np.asarray(sound["array"], dtype=np.float32), int(sound["sampling_rate"])
+    elif hasattr(sound, "get_all_samples"):  # torchcodec's decoder, as datasets gives it
+        decoded = sound.get_all_samples()
+        array, rate = decoded.data.mean(dim=0).numpy(), int(decoded.sample_rate)
+    else:
+        raise encoder.holds_no("sound", "Give {array, sampling_rate}, or install torchcodec.")
+    if rate != wanted:
+        raise HeadPruneError(
+            f"the sound has {rate} samples a second, the model takes {wanted}.",
+            "Resample the dataset (datasets: cast_column with Audio(sampling_rate=…)).",
+        )
+    return array
+
+
+_SINGLE = "Accuracy is that of single labels: a text counts once for each label that it may have."
+_SPANS = "Accuracy is the share of the answers' starts and ends that are found, each by itself."
+
+ENCODINGS = {
+    "sequence-classification": Encoding(
+        encode_text, {"text": TEXTS, "label": CLASSES}, prepare=lambda e: _SINGLE if gives_several(e.model) else ""
+    ),
+    "token-classification": Encoding(encode_words, {"text": TEXTS, "label": CLASSES[::-1]}, "input"),
+    "question-answering": Encoding(
+        encode_question, {"text": QUESTIONS, "answers": ("answers", "answer")}, prepare=lambda _: _SPANS
+    ),
+    "masked-lm": Encoding(encode_masked, {"text": TEXTS}, "input", masks=True, prepare=prepare_masked),
+    "causal-lm": Encoding(encode_causal, {"text": (*TEXTS, *CHATS)}, "input", prepare=prepare_causal),
+    "seq2seq": Encoding(encode_pair, {"source": SOURCES, "target": TARGETS}, "right"),
+    "image-classification": Encoding(encode_image, {"image": IMAGES, "label": CLASSES}, pads=False),
+    "audio-classification": Encoding(encode_sound, {"audio": SOUNDS, "label": CLASSES}),
+    "speech-seq2seq": Encoding(encode_speech, {"audio": SOUNDS, "transcript": TRANSCRIPTS}, "right", pads=False),
+}
+_OF_INPUTS = {"text": "sequence-classification", "image": "image-classification", "audio": "audio-classification"}
+
+
+def encoding_of(task: Task) -> Encoding:
+    """A task's encoding; of a base model, that of classes of what it takes, for data without labels."""
+    return ENCODINGS[task.name if task.name in ENCODINGS else _OF_INPUTS[task.modality]]
