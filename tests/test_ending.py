@@ -55,7 +55,7 @@ cli.session.run(work)
 def python(*arguments: str, **given: Any) -> Any:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **given.pop("env", {})}
     return subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=ROOT, text=True, timeout=60,
+        [sys.executable, *arguments], env=environment, cwd=ROOT, text=True, timeout=300,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **given},
     )  # fmt: skip
