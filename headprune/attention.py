@@ -264,25 +264,14 @@ def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
     for layer in layers:
         if text in (layer.name, f"L{layer.index}"):
             return layer
-    addresses = _addresses([layer.index for layer in layers]) if layers else ""
+    if not layers:
+        raise HeadPruneError(f"There is no attention layer named {text!r} in this model.", "It has none.")
+    first, last = layers[0].index, layers[-1].index
+    addresses = f"layers L{first} to L{last}" if last > first else f"one layer, L{first}"
     raise HeadPruneError(
         f"There is no attention layer named {text!r} in this model.",
-        f"This model has {addresses} (`headprune inspect` lists them)." if layers else "It has none.",
+        f"This model has {addresses} (`headprune inspect` lists them).",
     )
-
-
-def _addresses(indices: Sequence[int]) -> str:
-    """The short addresses of layers, for a message.
-
-    >>> _addresses([0, 1, 2]), _addresses([0, 2, 4]), _addresses([0])
-    ('layers L0 to L2', 'layers L0, L2, L4', 'one layer, L0')
-    """
-    first, last = indices[0], indices[-1]
-    if len(indices) == 1:
-        return f"one layer, L{first}"
-    if list(indices) == list(range(first, last + 1)):
-        return f"layers L{first} to L{last}"
-    return f"layers {', '.join(f'L{i}' for i in indices)}"
 
 
 def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:

@@ -22,8 +22,6 @@ from headprune.memory import is_out_of_memory
 
 Path = tuple[str | int, ...]
 """Where a tensor is in a batch: keys and positions, from the outside in."""
-Layout = dict[Path, int | None]
-"""For tensors by their path, the dimension that counts examples; None for a tensor that all examples share."""
 Answers = Callable[[Any], Sequence[Tensor]]
 
 # Arguments of transformers' models that have one row for every example by definition.
@@ -39,7 +37,8 @@ class Rows:
     """How examples lie in batches.
 
     Attributes:
-        dims: From `find_rows`. For a tensor that is not in it, its name decides.
+        dims: From `find_rows`: for tensors by their path, the dimension that counts examples; None for a tensor that all examples
+            share. For a tensor that is not in it, its name decides.
     """
 
     dims: Mapping[Path, int | None] = field(default_factory=dict)
@@ -55,7 +54,7 @@ class Rows:
         if _name(path) in _NAMED:
             return 0
         raise HeadPruneError(
-            f"It is not known whether {_title(path)} has one part for every example.",
+            f"It is not known whether {'.'.join(map(str, path))} has one part for every example.",
             "Look at it together with its model (headprune.batches.find_rows).",
         )
 
@@ -73,7 +72,12 @@ class Rows:
 
     def take(self, batch: Any, index: Sequence[int]) -> Any:
         """Some examples of a batch, in this order; tensors that all examples share stay whole."""
-        return _take(batch, index, self.dim)
+
+        def some(path: Path, value: Tensor) -> Tensor:
+            dim = self.dim(path) if value.ndim else None
+            return value if dim is None else value.index_select(dim, torch.tensor(list(index), device=value.device))
+
+        return _map(batch, some)
 
     def singles(self, batch: Any) -> list[Any]:
         """A batch as batches of one example."""
@@ -85,10 +89,34 @@ class Rows:
         dim = next((dim for path, dim in self.dims.items() if path[-1:] == (name,)), 0)
         return value if isinstance(value, Tensor) and value.ndim == 2 and dim == 0 else None
 
-    def masks(self, batch: Any) -> list[Tensor]:
-        """All tables ``[examples, tokens]`` of zeros and ones."""
+    def lengths(self, batch: Any) -> Tensor:
+        """The tokens of every example ``[examples]``, by the first table of zeros and ones; 0 without one."""
         tables = [t for path, t in _by_path(batch).items() if t.ndim == 2 and self.dim(path) == 0]
-        return [t for t in tables if bool(((t == 0) | (t == 1)).all())]
+        mask = next((t for t in tables if bool(((t == 0) | (t == 1)).all())), None)
+        return torch.zeros(self.size(batch), dtype=torch.long) if mask is None else (mask != 0).sum(1)
+
+    def unlike(self, batch: Any) -> list[int]:
+        """The numbers of up to three examples of a batch, of different length: a model may cut padding out."""
+        lengths = self.lengths(batch)
+        if not lengths.any():
+            return list(range(min(len(lengths), 3)))
+        order = lengths.argsort().tolist()
+        return list(dict.fromkeys((order[-1], order[0], order[len(order) // 2])))
+
+    def lead(self, batch: Any, shapes: Callable[[Any], Sequence[torch.Size]]) -> bool:
+        """Whether some tensors within the model have the examples' rows, one example after another.
+
+        Compares how many rows two and three examples have; gates alone would not show it where the loss reads only one token.
+
+        Args:
+            shapes: The shapes of these tensors, when the model sees a batch.
+        """
+        two, three = (
+            shapes(self.take(batch, index)) for index in ([0, 1 % self.size(batch)], [0, 1 % self.size(batch), 0])
+        )
+        return len(two) == len(three) and all(
+            a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
+        )
 
 
 def is_empty(batch: Any) -> bool:
@@ -145,34 +173,30 @@ def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Row
     names = _NAMED if hasattr(getattr(model, "config", None), "model_type") else (*LABELS, *ADDED)
     lead = min(paths, key=lambda path: (*_rank(path, names), paths.index(path)))
     sizes = [len(named[lead]) if lead in named else 0 for named in known]
-    layout: Layout = {lead: 0}
-    doubtful = {} if _name(lead) in names or lead[:1] == (1,) else {lead: True}  # whether they need the model's word
+    layout: dict[Path, int | None] = {lead: 0}
+    doubtful: dict[Path, bool] = {}  # whether several dimensions may count examples
     for path in paths:
         shapes = [(named[path].shape, size) for named, size in zip(known, sizes, strict=True) if path in named and size]
         least = min((len(shape) for shape, _ in shapes), default=0)
         dims = [dim for dim in range(least) if all(shape[dim] == size for shape, size in shapes)]
         layout.setdefault(path, dims[0] if dims else None)
-        certain = path == lead or (
-            dims[:1] == [0] and (_name(path) in names or path[:1] == (1,))
-        )  # (1,): a pair's labels
-        if dims and not certain and (len(dims) > 1 or len({size for _, size in shapes}) == 1):
-            doubtful[path] = len(dims) > 1
+        certain = layout[path] == 0 and (_name(path) in names or path[:1] == (1,))  # (1,): a pair's labels
+        if dims and not certain and (path == lead or len(dims) > 1 or len({size for _, size in shapes}) == 1):
+            doubtful[path] = path == lead or len(dims) > 1
     holding = [path for path, dim in layout.items() if dim is not None and path != lead]
-    if (
-        not doubtful
-        or max(sizes) == 1
-        or (list(doubtful) == holding and not doubtful[holding[0]] and len(holding) == 1)
-    ):
-        return Rows(layout)  # labels count the examples, and only one tensor can hold them
+    # Labels count the examples, and only one tensor can hold them.
+    if not doubtful or max(sizes) == 1 or (len(holding) == 1 and doubtful == {holding[0]: False}):
+        return Rows(layout)
     smallest = min(range(len(batches)), key=lambda i: sizes[i] or math.inf)
-    for tried in (layout, {path: None if path in doubtful and path != lead else dim for path, dim in layout.items()}):
-        agrees = _agrees(batches[smallest], tried, sizes[smallest], answers)
+    shared = {path: None if path in doubtful and path != lead else dim for path, dim in layout.items()}
+    for rows in map(Rows, (layout, shared)):
+        agrees = _agrees(batches[smallest], rows, sizes[smallest], answers)
         if agrees or (agrees is None and not any(doubtful.values())):
-            return Rows(tried)
+            return rows
     raise _unclear({path: known[smallest][path] for path in doubtful if path in known[smallest]})
 
 
-def _agrees(batch: Any, layout: Layout, size: int, answers: Answers) -> bool | None:
+def _agrees(batch: Any, rows: Rows, size: int, answers: Answers) -> bool | None:
     """Whether examples get the answers that they get in their batch, taken out in another order and some twice.
 
     True also if the model does not run, whose own error comes later; None if its answers show no examples.
@@ -188,7 +212,7 @@ def _agrees(batch: Any, layout: Layout, size: int, answers: Answers) -> bool | N
     try:
         with torch.no_grad():
             whole = [t.detach() for t in answers(batch)]
-            again = [t.detach() for t in answers(_take(batch, index, layout.__getitem__))]
+            again = [t.detach() for t in answers(rows.take(batch, index))]
     except Exception as error:  # a wrong layout may raise any
         if is_out_of_memory(error) or (whole is None and isinstance(error, HeadPruneError)):
             raise
@@ -201,8 +225,8 @@ def _follows(whole: Tensor, again: Tensor, index: Sequence[int], size: int) -> b
     """Whether an answer has the same parts for the same examples, along whichever dimension."""
     dim = next((d for d, (a, b) in enumerate(zip(whole.shape, again.shape, strict=False)) if a != b), -1)
     each = whole.shape[dim] // size  # tokens flattened into rows, maybe
-    rows = [i * each + j for i in index for j in range(each)]
-    wanted = whole.index_select(dim, torch.tensor(rows, dtype=torch.long, device=whole.device))
+    parts = torch.tensor([i * each + j for i in index for j in range(each)], dtype=torch.long, device=whole.device)
+    wanted = whole.index_select(dim, parts)
     if wanted.shape != again.shape or not wanted.is_floating_point():
         return torch.equal(wanted, again)
     most = 1e-3 if wanted.dtype in (torch.float32, torch.float64) else 5e-2
@@ -215,14 +239,6 @@ def _by_path(batch: Any) -> dict[Path, Tensor]:
     named: dict[Path, Tensor] = {}
     _map(batch, named.setdefault)
     return named
-
-
-def _take(batch: Any, index: Sequence[int], dim_of: Callable[[Path], int | None]) -> Any:
-    def some(path: Path, value: Tensor) -> Tensor:
-        dim = dim_of(path) if value.ndim else None
-        return value if dim is None else value.index_select(dim, torch.tensor(list(index), device=value.device))
-
-    return _map(batch, some)
 
 
 def _map(value: Any, change: Callable[[Path, Tensor], Any], path: Path = ()) -> Any:
@@ -251,13 +267,8 @@ def _name(path: Path) -> str:
     return str(path[-1]) if path else ""
 
 
-def _title(path: Path) -> str:
-    """A tensor's name, for messages."""
-    return ".".join(map(str, path)) or "the batch"
-
-
 def _unclear(named: Mapping[Path, Tensor]) -> HeadPruneError:
-    which = " and ".join(f"{_title(path)} {list(t.shape)}" for path, t in named.items())
+    which = " and ".join(f"{'.'.join(map(str, path)) or 'the batch'} {list(t.shape)}" for path, t in named.items())
     return HeadPruneError(
         f"Which dimension of {which} counts examples, if any, cannot be told: taken apart along the first that is as long as the batch "
         "is large, the examples get other answers, and no batch has another size.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +14,12 @@ from headprune.divergence import IGNORED, part_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import widened
 
-SPAN, CLASSES, SQUARED, BINARY = "span", "classes", "squared error", "binary cross-entropy"
-_Batch = Mapping[str, Any]
+SPAN = "an answer's start and end"
+LABEL = "one label per example"
+SAME = "a label per token"  # compared with the logits of the same token
+NEXT = "the next token's label"  # where something precedes the text (an image, a prompt), its last logits predict the first label
+SQUARED = "numbers"  # squared errors
+BINARY = "several labels at once"  # binary cross-entropies
 
 
 @dataclass(frozen=True)
@@ -32,66 +36,47 @@ class Outcome:
 
     loss: Tensor
     tokens: Tensor
-    predictions: list[Tensor]
-    targets: list[Tensor]
+    predictions: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Convention:
-    """How a model's labels are compared with its logits.
-
-    Attributes:
-        what: `SPAN`: an answer's start and end; `CLASSES`: one label per example, or per token; `SQUARED`: numbers;
-            `BINARY`: several labels at once.
-        ahead: For labels per token: the logits of token t are compared with the label of token t + ahead. Where more logits than labels
-            are given, because something precedes the text (an image, a learned prompt), the last of these predicts the first label.
-    """
-
-    what: str
-    ahead: int = 0
-
-    def outcome(self, output: Any, batch: _Batch) -> Outcome:
-        """Losses and predictions from a model's output for a batch.
-
-        Raises:
-            HeadPruneError: Logits that do not fit the labels.
-        """
-        if self.what not in {c.what for c in conventions(output, batch)}:
-            raise no_logits()
-        if self.what == SPAN:
-            return _span(output, batch)
-        logits, labels = logits_in(output), batch["labels"]
-        assert logits is not None
-        if self.what in (SQUARED, BINARY):
-            return _numbers(logits, labels, self.what == BINARY)
-        refuse_unknown(labels, logits.shape[-1])
-        if logits.ndim == 2:
-            logits, labels = logits[:, None], labels.reshape(-1, 1)
-        before = logits.shape[1] - labels.shape[1]
-        if self.ahead:
-            labels = F.pad(labels, (before, 0), value=IGNORED)[:, self.ahead :]
-            return _classes(logits[:, : -self.ahead], labels)
-        return _classes(logits[:, before:], labels)
-
-
-def conventions(output: Any, batch: _Batch) -> list[Convention]:
-    """All conventions that the shapes of logits and labels allow; none where the logits do not fit the labels."""
+def possible_in(output: Any, batch: Mapping[str, Any]) -> list[str]:
+    """All ways to compare logits with labels that their shapes allow; none where the logits do not fit the labels."""
     if "start_positions" in batch:
         ends = [part_of(output, name) for name in ("start_logits", "end_logits")]
-        return [Convention(SPAN)] if all(isinstance(t, Tensor) and t.ndim == 2 for t in ends) else []
+        return [SPAN] if all(isinstance(t, Tensor) and t.ndim == 2 for t in ends) else []
     logits, labels = logits_in(output), batch.get("labels")
     if logits is None or not isinstance(labels, Tensor) or not logits.ndim or len(logits) != len(labels):
         return []
     if labels.is_floating_point():
-        if logits[0].numel() != labels[0].numel():
-            return []
-        chances = bool(((labels >= 0) & (labels <= 1)).all())
-        return [Convention(SQUARED), *([Convention(BINARY)] if chances else [])]
+        possible = [SQUARED, BINARY] if bool(((labels >= 0) & (labels <= 1)).all()) else [SQUARED]
+        return possible if logits[0].numel() == labels[0].numel() else []
     if logits.ndim == 2 and logits.shape[1] > 1 and labels[0].numel() == 1:
-        return [Convention(CLASSES)]
-    if logits.ndim != 3 or labels.ndim != 2 or logits.shape[1] < labels.shape[1]:
-        return []
-    return [Convention(CLASSES), Convention(CLASSES, 1)]
+        return [LABEL]
+    return [SAME, NEXT] if logits.ndim == 3 and labels.ndim == 2 and logits.shape[1] >= labels.shape[1] else []
+
+
+def outcome_of(convention: str, output: Any, batch: Mapping[str, Any]) -> Outcome:
+    """Losses and predictions of a batch, from the model's output and the labels.
+
+    Raises:
+        HeadPruneError: Logits that do not fit the labels, or labels that are no classes of the model.
+    """
+    if convention not in possible_in(output, batch):
+        raise no_logits()
+    if convention == SPAN:
+        return _span(output, batch)
+    logits, labels = logits_in(output), batch["labels"]
+    assert logits is not None
+    if convention in (SQUARED, BINARY):
+        return _numbers(logits, labels, convention == BINARY)
+    check_classes(logits, labels)
+    if convention == LABEL:
+        return _classes(logits[:, None], labels.reshape(-1, 1))
+    before = logits.shape[1] - labels.shape[1]
+    if convention == SAME:
+        return _classes(logits[:, before:], labels)
+    return _classes(logits[:, :-1], F.pad(labels, (before, 0), value=IGNORED)[:, 1:])
 
 
 def logits_in(output: Any) -> Tensor | None:
@@ -100,45 +85,33 @@ def logits_in(output: Any) -> Tensor | None:
     return logits if isinstance(logits, Tensor) else None
 
 
-def loss_in(output: Any) -> Tensor | None:
-    """A model's own loss of a batch; None if there is none, or it is not finite."""
-    loss = part_of(output, "loss")
-    return loss if isinstance(loss, Tensor) and bool(loss.isfinite().all()) else None
-
-
-def no_logits() -> HeadPruneError:
-    return HeadPruneError("The model's output has no logits that fit its labels.", "Pass loss_fn=.")
-
-
-def unknown_label(labels: Tensor, classes: int) -> int | None:
-    """The first label that is not one of the classes; None if all are."""
-    real = labels[labels != IGNORED]
-    wrong = real[(real < 0) | (real >= classes)]
-    return int(wrong[0]) if len(wrong) else None
-
-
-def refuse_unknown(labels: Tensor, classes: int) -> None:
+def check_classes(logits: Tensor | None, labels: Tensor) -> None:
     """Refuse labels that are not classes of the model.
 
     Raises:
         HeadPruneError: There is one.
     """
-    if (bad := unknown_label(labels, classes)) is not None:
+    classes = 0 if logits is None else logits.shape[-1]
+    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
+    if len(wrong):
         raise HeadPruneError(
-            f"Label {bad} does not fit the model's head, which has {classes} classes (0 to {classes - 1}).",
+            f"Label {int(wrong[0])} does not fit the model's head, which has {classes} classes (0 to {classes - 1}).",
             "Check --label-column, or that this is the data the model was trained on.",
         )
 
 
-def _span(output: Any, batch: _Batch) -> Outcome:
+def no_logits() -> HeadPruneError:
+    """The error for logits that cannot be compared with the labels."""
+    return HeadPruneError("The model's output has no logits that fit its labels.", "Pass loss_fn=.")
+
+
+def _span(output: Any, batch: Mapping[str, Any]) -> Outcome:
     """Question answering: the mean of the start's and the end's cross-entropy over the tokens, without padding."""
-    start, end = part_of(output, "start_logits"), part_of(output, "end_logits")
-    length = start.shape[1]
-    logits = torch.stack([start, end], dim=1)
+    logits = torch.stack([part_of(output, "start_logits"), part_of(output, "end_logits")], dim=1)
     labels = torch.stack([batch["start_positions"].flatten(), batch["end_positions"].flatten()], dim=1)
-    unknown = (labels < 0) | (labels >= length)
+    unknown = (labels < 0) | (labels >= logits.shape[2])
     mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == start.shape:
+    if isinstance(mask, Tensor) and mask.shape == logits[:, 0].shape:
         hidden = (mask.to(logits.device) == 0)[:, None].repeat(1, 2, 1)
         # A place that was labelled counts, wherever it is.
         hidden = hidden.scatter(2, labels.masked_fill(unknown, 0)[..., None], False)
@@ -148,12 +121,12 @@ def _span(output: Any, batch: _Batch) -> Outcome:
 
 def _numbers(logits: Tensor, labels: Tensor, binary: bool) -> Outcome:
     """Squared errors, or binary cross-entropies for several labels at once; the mean over each example's numbers."""
-    rows = len(logits)
-    flat, wanted = widened(logits).reshape(rows, -1), widened(labels).reshape(rows, -1)
-    loss = F.binary_cross_entropy_with_logits(flat, wanted, reduction="none") if binary else (flat - wanted) ** 2
-    tokens = torch.full((rows,), wanted.shape[1], device=loss.device)
-    predictions, targets = (list((flat > 0).to(wanted).detach()), list(wanted)) if binary else ([], [])
-    return Outcome(loss.mean(dim=1), tokens, predictions, targets)
+    flat, wanted = (widened(t).reshape(len(t), -1) for t in (logits, labels))
+    tokens = torch.full((len(logits),), labels[0].numel(), device=logits.device)
+    if not binary:
+        return Outcome(((flat - wanted) ** 2).mean(dim=1), tokens)
+    loss = F.binary_cross_entropy_with_logits(flat, wanted, reduction="none").mean(dim=1)
+    return Outcome(loss, tokens, list((flat > 0).to(wanted).detach()), list(wanted))
 
 
 def _classes(logits: Tensor, labels: Tensor) -> Outcome:
@@ -161,9 +134,7 @@ def _classes(logits: Tensor, labels: Tensor) -> Outcome:
     counted = labels != IGNORED
     loss = F.cross_entropy(widened(logits).transpose(1, 2), labels.long(), ignore_index=IGNORED, reduction="none")
     tokens = counted.sum(dim=1)
-    mean = loss.sum(dim=1) / tokens.clamp(min=1)
-    guess = logits.detach().argmax(dim=-1)
+    predictions = [guess[own] for guess, own in zip(logits.detach().argmax(dim=-1), counted, strict=True)]
     return Outcome(
-        mean, tokens,
-        [g[c] for g, c in zip(guess, counted, strict=True)], [t[c] for t, c in zip(labels, counted, strict=True)],
-    )  # fmt: skip
+        loss.sum(dim=1) / tokens.clamp(min=1), tokens, predictions, [t[c] for t, c in zip(labels, counted, strict=True)]
+    )

@@ -282,15 +282,15 @@ class Fidelity:
         return answers.nbytes, answers.new_tensor(self._divergence.rounding(answers)).item()
 
     def divergence(self) -> float:
-        """Of the model as it is now: mean over examples, in nats (`Divergence`)."""
+        """Mean divergence of the model as it is now over the examples, in nats (`Divergence`)."""
         return float(self.each(nullcontext).mean())
 
     def log_divergence(self) -> float:
-        """Its logarithm; of one that is only rounding the logarithm of what rounding makes, so that no order is preferred for that."""
+        """Logarithm of `divergence`, never below that of what rounding makes: so no order is preferred for its rounding."""
         return math.log(max(self.divergence(), self._rounding))
 
     def each(self, changed: Context) -> Tensor:
-        """Of the model in a context that ``changed`` gives: ``[examples]`` in nats, float64; never below 0.
+        """Divergence of every example in the context that ``changed`` gives: ``[examples]`` in nats, float64; never below 0.
 
         Where there are no logits, the mean squared difference of all numbers of an example's answer. One pass over the examples;
         a second one, of the dense model, where its answers are not kept.

@@ -16,20 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headprune import conventions
 from headprune.batches import Rows
-from headprune.conventions import (
-    BINARY,
-    CLASSES,
-    SQUARED,
-    Convention,
-    conventions,
-    logits_in,
-    loss_in,
-    no_logits,
-    refuse_unknown,
-    unknown_label,
-)
-from headprune.divergence import IGNORED, gives_several, regresses
+from headprune.divergence import IGNORED, gives_several, part_of, regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import LABELS, call, is_encoder_decoder, takes, too_long, unlabelled
 
@@ -45,7 +34,7 @@ class LabelUse:
     """How a model uses its labels.
 
     Attributes:
-        convention: None if the model's own loss cannot be computed from its logits.
+        convention: One of `headprune.conventions`; None if the model's own loss cannot be computed from its logits.
         own: Whether the model's own loss is another one, or has more terms (such as a router's): then the model computes
             it, for one example at a time.
         needs_labels: Whether the model needs the labels to run.
@@ -53,18 +42,13 @@ class LabelUse:
             labels; None if it is no such mean (transformers' CTC models sum or average over examples), or not known.
     """
 
-    convention: Convention | None
+    convention: str | None
     own: bool = False
     needs_labels: bool = False
     skipped: int | None = None
 
-    @property
-    def ahead(self) -> int:
-        """How many tokens before its label a prediction is made, as far as that is known."""
-        return self.convention.ahead if self.convention else self.skipped or 0
-
-    def of_real_tokens(self, model: nn.Module, batch: _Batch, rows: Rows, ahead: int | None = None) -> dict[str, Any]:
-        """A batch without labels of padding, and without those that only padding predicts, ``ahead`` tokens before them.
+    def of_real_tokens(self, model: nn.Module, batch: _Batch, rows: Rows) -> dict[str, Any]:
+        """A batch without labels of padding, and without those that only padding predicts.
 
         A model's own loss may count them: then it changes with the batch that an example is in. An encoder-decoder's labels are not
         of the tokens that ``attention_mask`` is of.
@@ -74,7 +58,7 @@ class LabelUse:
             return dict(batch)
         if not isinstance(labels, Tensor) or labels.is_floating_point() or mask is None or labels.shape != mask.shape:
             return dict(batch)
-        ahead = self.ahead if ahead is None else ahead
+        ahead = int(self.convention == conventions.NEXT) if self.convention else self.skipped or 0
         hidden = (mask == 0) | F.pad(mask[:, : mask.shape[1] - ahead] == 0, (ahead, 0))
         return {**batch, "labels": labels.masked_fill(hidden.to(labels.device) & (labels >= 0), IGNORED)}
 
@@ -97,46 +81,55 @@ def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> L
     """
     batch, row = _most_labelled(batches)
     example = rows.take(batch, [row])
-    takes_labels = any(takes(model, name) for name in LABELS if name in example)
+    has_loss = any(takes(model, name) for name in LABELS if name in example)
     with torch.no_grad():
-        output, needs = _output(model, example, takes_labels)
-        possible, logits = conventions(output, example), logits_in(output)
+        output, needs = _output(model, example, has_loss)
+        possible, logits = conventions.possible_in(output, example), conventions.logits_in(output)
         close = (1e-4, 1e-5) if logits is None or logits.dtype in (torch.float32, torch.float64) else (2e-2, 1e-3)
-        if logits is not None and possible and possible[0].what == CLASSES:
-            odd = next((b for b in batches if unknown_label(b["labels"], logits.shape[-1]) is not None), None)
-            if odd is not None:  # the model's own loss may ignore them
-                if not takes_labels or _own_loss(model, odd) is None:
-                    refuse_unknown(odd["labels"], logits.shape[-1])
-                possible = []
-        example, batch = (
-            LabelUse(None, needs_labels=needs).of_real_tokens(model, b, rows, 1) for b in (example, batch)
-        )
-        use = _by_own_loss(model, example, output, possible, needs, close) if takes_labels else None
+        for each in batches if {conventions.LABEL, conventions.SAME} & set(possible) else ():
+            try:
+                conventions.check_classes(logits, each["labels"])
+            except HeadPruneError:
+                if not has_loss or _own_loss(model, each) is None:
+                    raise
+                possible = []  # the model's own loss ignores them
+        first = LabelUse(None, needs_labels=needs, skipped=1)
+        example, batch = (first.of_real_tokens(model, b, rows) for b in (example, batch))
+        use = _by_own_loss(model, example, possible, needs, close) if has_loss else None
         if use is None:
-            return LabelUse(_without_own_loss(model, possible, batches), needs_labels=needs)
-        if use.convention is not None and not use.own and not _holds(model, use.convention, batch, rows, close):
+            return LabelUse(_by_labels(model, possible, batches), needs_labels=needs)
+        if use.convention and not use.own and not _holds(model, use.convention, batch, rows, close):
             use = replace(use, convention=use.convention if len(possible) == 1 else None, own=True)
         return use if use.convention else replace(use, skipped=_skipped(model, batch, row, rows, close))
 
 
 def _most_labelled(batches: Sequence[_Batch]) -> tuple[_Batch, int]:
     """The example with the most labels: its batch, and its number there."""
-    batch, row, most = batches[0], 0, -1
-    for each in batches:
-        labels = each.get("labels")
-        counts = (labels != IGNORED).flatten(1).sum(1) if isinstance(labels, Tensor) and labels.ndim > 1 else None
-        if counts is not None and int(counts.max()) > most:
-            batch, row, most = each, int(counts.argmax()), int(counts.max())
-    return batch, row
+    best, most = (batches[0], 0), -1
+    for batch in batches:
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and labels.ndim > 1:
+            counts = (labels != IGNORED).flatten(1).sum(1)
+            if int(counts.max()) > most:
+                best, most = (batch, int(counts.argmax())), int(counts.max())
+    return best
 
 
-def _labelings(model: nn.Module, example: _Batch, possible: Sequence[Convention]) -> Iterator[_Batch]:
+def _output(model: nn.Module, example: _Batch, has_loss: bool) -> tuple[Any, bool]:
+    """The model's output for an example, and whether it needs the labels to run, as encoder-decoders do for their decoder's input."""
+    if has_loss and not is_encoder_decoder(model):
+        with suppress(Exception):  # an encoder-decoder within another module
+            return call(model, unlabelled(example)), False
+    return _labelled(model, example if has_loss else unlabelled(example)), has_loss
+
+
+def _labelings(model: nn.Module, example: _Batch, per_token: bool) -> Iterator[_Batch]:
     """An example; if its tokens have labels, also with these drawn at random, and its decoder's input as it was.
 
     In a text that repeats one token, which a tokenizer makes of words that it does not know, all conventions give the same loss.
     """
     yield example
-    if not _per_token(possible):
+    if not per_token:
         return
     labels = example["labels"]
     classes = torch.unique(labels[labels != IGNORED])
@@ -152,62 +145,37 @@ def _labelings(model: nn.Module, example: _Batch, possible: Sequence[Convention]
 
 
 def _by_own_loss(
-    model: nn.Module, example: _Batch, plain: Any, possible: Sequence[Convention], needs: bool, close: _Close
+    model: nn.Module, example: _Batch, possible: Sequence[str], needs: bool, close: _Close
 ) -> LabelUse | None:
-    """The convention that gives the model's own loss, or what else is known of that loss; None if there is none.
-
-    Args:
-        plain: The model's output without labels; not used if the model needs them (``needs``).
-    """
-    losses: list[list[float]] = []  # [labelings, own loss and conventions]
-    for number, labelled in enumerate(_labelings(model, example, possible)):
+    """The convention that gives the model's own loss, or what else is known of that loss; None if there is none."""
+    rows: list[list[float]] = []
+    for number, labelled in enumerate(_labelings(model, example, conventions.SAME in possible)):
         with suppress(*([HeadPruneError] if number else [])):  # a model may not take every class as a label
-            output = _labelled(model, labelled)
-            if (own := loss_in(output)) is not None:  # else no label counts
-                mine = (_loss_by(c, output if needs else plain, labelled) for c in possible)
-                losses.append([float(own.double().mean()), *mine])
-    if not losses:
+            rows += filter(None, [_losses(model, labelled, possible)])
+    if not rows:
         return None
-    table = torch.tensor(losses, dtype=torch.float64)
-    fits = _deviation(table[:1], close) <= 1
-    if bool(fits.any()):
-        return LabelUse(possible[int(_deviation(table, close).where(fits, math.inf).argmin())], needs_labels=needs)
+    off = _off(rows, close)
+    if bool((fits := off[0] <= 1).any()):
+        return LabelUse(possible[int(off.amax(0).where(fits, math.inf).argmin())], needs_labels=needs)
     if len(possible) == 1:  # one label per example, or the start and end of an answer: there is no choice
         return LabelUse(possible[0], own=True, needs_labels=needs)
-    convention = _followed(table, possible, close) if _per_token(possible) else _declared(model, possible)
+    convention = _followed(rows, possible, close) if conventions.SAME in possible else _declared(model, possible)
     return LabelUse(convention, own=True, needs_labels=needs)
 
 
-def _per_token(possible: Sequence[Convention]) -> bool:
-    """Whether labels are those of tokens: their own, or the next ones'."""
-    return len(possible) == 2 and possible[0].what == CLASSES
-
-
-def _holds(model: nn.Module, convention: Convention, batch: _Batch, rows: Rows, close: _Close) -> bool:
-    """Whether a convention gives the model's own loss of a batch, or of each of its examples, if it is averaged otherwise."""
-
-    def near(part: _Batch) -> bool | None:
-        output = _labelled(model, part)
-        if (own := loss_in(output)) is None:
-            return None
-        outcome = convention.outcome(output, _unmasked(part))
-        mine = (outcome.loss.double() * outcome.tokens).sum() / outcome.tokens.sum()
-        return float(_deviation(torch.stack([own.double().mean(), mine])[None], close)) <= 1
-
-    return bool(near(batch)) or all(near(row) is not False for row in rows.singles(batch))
-
-
-def _deviation(table: Tensor, close: _Close) -> Tensor:
-    """How far conventions are at most from the own loss ``[conventions]``, in multiples of what rounding may do."""
+def _off(rows: Sequence[Sequence[float]], close: _Close) -> Tensor:
+    """How far losses are from the model's own, the first of every row, in multiples of what rounding may do."""
+    table = torch.tensor(rows, dtype=torch.float64)
     own, mine = table[:, :1], table[:, 1:]
-    return ((mine - own).abs() / (close[1] + close[0] * own.abs())).nan_to_num(math.inf, math.inf).amax(0)
+    return ((mine - own).abs() / (close[1] + close[0] * own.abs())).nan_to_num(math.inf, math.inf)
 
 
-def _followed(table: Tensor, possible: Sequence[Convention], close: _Close) -> Convention | None:
+def _followed(losses: Sequence[Sequence[float]], possible: Sequence[str], close: _Close) -> str | None:
     """The convention whose loss changes with an example's labels as the own loss does.
 
     A router's loss, or smoothed labels, only add a factor and a constant to these changes.
     """
+    table = torch.tensor(losses, dtype=torch.float64)
     if len(torch.unique(table, dim=0)) < _DRAWS:
         return None  # any two losses lie on a line
     own, *mine = (table - table.mean(0)).T
@@ -219,6 +187,16 @@ def _followed(table: Tensor, possible: Sequence[Convention], close: _Close) -> C
     return possible[rests.index(min(rests))] if min(rests) < max(1e-2, 5 * close[0]) else None
 
 
+def _holds(model: nn.Module, convention: str, batch: _Batch, rows: Rows, close: _Close) -> bool:
+    """Whether a convention gives the model's own loss of a batch, or of each of its examples, if it is averaged otherwise."""
+
+    whole = _losses(model, batch, [convention])
+    if whole is not None and bool(_off([whole], close) <= 1):
+        return True
+    each = [own for one in rows.singles(batch) if (own := _losses(model, one, [convention])) is not None]
+    return not each or bool((_off(each, close) <= 1).all())
+
+
 def _skipped(model: nn.Module, batch: _Batch, first: int, rows: Rows, close: _Close) -> int | None:
     """`LabelUse.skipped`, from two examples, one of which keeps only its last label."""
     labels = rows.table(batch, "labels")
@@ -228,58 +206,41 @@ def _skipped(model: nn.Module, batch: _Batch, first: int, rows: Rows, close: _Cl
         return None  # a model that does not know the mark of a missing label would end the process there
     pair = rows.take(batch, [first, (first + 1) % len(labels)])
     pair["labels"][1, (pair["labels"][1] != IGNORED).nonzero()[:-1]] = IGNORED
-    parts = [_own_loss(model, part) for part in (pair, *rows.singles(pair))]
-    if None in parts:
+    losses = [loss for part in (pair, *rows.singles(pair)) if (loss := _own_loss(model, part)) is not None]
+    if len(losses) < 3:
         return None
-    whole, *each = (float(part) for part in parts if part is not None)
-    singles = torch.tensor(each, dtype=torch.float64)
-    counts = torch.stack([LabelUse(None, skipped=skipped).weights(pair["labels"]) for skipped in (0, 1)])
-    weights = counts.cpu().double()
-    ways = torch.cat([weights @ singles / weights.sum(1), singles.mean(0, True), singles.sum(0, True)]) - whole
-    best = int(ways.abs().argmin())
-    return best if best < len(weights) and abs(float(ways[best])) <= close[1] + close[0] * abs(whole) else None
+    each = torch.tensor(losses[1:], dtype=torch.float64)
+    weights = [LabelUse(None, skipped=skipped).weights(pair["labels"]).cpu().double() for skipped in (0, 1)]
+    means = [float(weight @ each / weight.sum()) for weight in weights]
+    off = _off([[losses[0], *means]], close)[0]
+    return int(off.argmin()) if float(off.min()) <= 1 else None
 
 
-def _unmasked(batch: _Batch) -> dict[str, Any]:
-    """A batch whose padding is not known, so that it is a place for an answer, as in a model's own loss."""
-    return {key: value for key, value in batch.items() if key != "attention_mask"}
-
-
-def _loss_by(convention: Convention, output: Any, example: _Batch) -> float:
-    """An example's loss by a convention; infinite if its logits do not fit."""
-    try:
-        return float(convention.outcome(output, _unmasked(example)).loss[0])
-    except HeadPruneError:
-        return math.inf
-
-
-def _without_own_loss(model: nn.Module, possible: Sequence[Convention], batches: Sequence[_Batch]) -> Convention:
-    """The one convention that fits the labels.
+def _by_labels(model: nn.Module, possible: Sequence[str], batches: Sequence[_Batch]) -> str:
+    """The one convention that fits the labels, for a model without a loss of its own.
 
     Raises:
         HeadPruneError: There is none, or several.
     """
     if not possible:
-        raise no_logits()
-    if _per_token(possible):
+        raise conventions.no_logits()
+    if conventions.SAME in possible:
         copied = [share for batch in batches if (share := _copied(batch)) is not None]
         # A text, of which the next tokens are predicted; or its tokens' classes.
         if copied and (min(copied) == 1 or max(copied) < _CHANCE):
-            return possible[int(min(copied) == 1)]
-        raise HeadPruneError(
-            f"It cannot be told which token's label the logits of {type(model).__name__} are compared with: it has no loss of its own, or "
-            "none that is finite on these examples.",
-            "Pass loss_fn=, or give forward an argument labels and let its output have a loss. Leave out texts of one token: there is "
-            "nothing to predict in them.",
-        )
-    if possible[0].what == SQUARED and (declared := _declared(model, possible)) is not None:
+            return conventions.NEXT if min(copied) == 1 else conventions.SAME
+    elif (declared := _declared(model, possible)) is not None:
         return declared
-    if possible[0].what == SQUARED and all(bool(((b["labels"] == 0) | (b["labels"] == 1)).all()) for b in batches):
-        raise HeadPruneError(
-            f"Labels of 0.0 and 1.0 may be numbers or classes, and {type(model).__name__} has no loss of its own to tell.",
-            "Pass loss_fn=, or set config.problem_type.",
-        )
-    return possible[0]
+    elif possible[0] != conventions.SQUARED or any(
+        bool(((b["labels"] != 0) & (b["labels"] != 1)).any()) for b in batches
+    ):
+        return possible[0]
+    raise HeadPruneError(
+        f"It cannot be told how {type(model).__name__} compares its logits with these labels, {' or '.join(possible)}: it has no "
+        "loss of its own, or none that is finite on these examples.",
+        "Pass loss_fn=, give forward an argument labels and let its output have a loss, or set config.problem_type. Leave out texts of "
+        "one token: there is nothing to predict in them.",
+    )
 
 
 def _copied(batch: _Batch) -> float | None:
@@ -291,18 +252,10 @@ def _copied(batch: _Batch) -> float | None:
     return max(shares, default=None)
 
 
-def _declared(model: nn.Module, possible: Sequence[Convention]) -> Convention | None:
+def _declared(model: nn.Module, possible: Sequence[str]) -> str | None:
     """The convention that the config declares."""
-    what = SQUARED if regresses(model) else BINARY if gives_several(model) else None
-    return next((c for c in possible if c.what == what), None)
-
-
-def _output(model: nn.Module, example: _Batch, takes_labels: bool) -> tuple[Any, bool]:
-    """The model's output for an example, and whether it needs the labels to run, as encoder-decoders do for their decoder's input."""
-    if takes_labels and not is_encoder_decoder(model):
-        with suppress(Exception):  # an encoder-decoder within another module
-            return call(model, unlabelled(example)), False
-    return _labelled(model, example if takes_labels else unlabelled(example)), takes_labels
+    declared = conventions.SQUARED if regresses(model) else conventions.BINARY if gives_several(model) else None
+    return declared if declared in possible else None
 
 
 def _labelled(model: nn.Module, example: _Batch) -> Any:
@@ -315,8 +268,26 @@ def _labelled(model: nn.Module, example: _Batch) -> Any:
         ) from error
 
 
-def _own_loss(model: nn.Module, batch: _Batch) -> Tensor | None:
+def _losses(model: nn.Module, batch: _Batch, possible: Sequence[str]) -> list[float] | None:
+    """A batch's loss: the model's own, and that by each convention (infinite if the logits do not fit); None if no label counts."""
+    output = _labelled(model, batch)
+    own = part_of(output, "loss")
+    if not isinstance(own, Tensor) or not bool(own.isfinite().all()):
+        return None
+    losses = [float(own.double().mean())]
+    # Padding is a place for an answer, as in a model's own loss.
+    unmasked = {key: value for key, value in batch.items() if key != "attention_mask"}
+    for convention in possible:
+        try:
+            outcome = conventions.outcome_of(convention, output, unmasked)
+            losses.append(float((outcome.loss.double() * outcome.tokens).sum() / outcome.tokens.sum()))
+        except HeadPruneError:
+            losses.append(math.inf)
+    return losses
+
+
+def _own_loss(model: nn.Module, batch: _Batch) -> float | None:
     """The model's own loss of a batch; None if the model does not run on it, or gives none."""
     with suppress(HeadPruneError):
-        return loss_in(_labelled(model, batch))
+        return next(iter(_losses(model, batch, []) or ()), None)
     return None

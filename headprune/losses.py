@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.batches import Rows, apparent_size, find_rows
-from headprune.conventions import BINARY, CLASSES, SQUARED, Outcome, no_logits
+from headprune.conventions import SPAN, SQUARED, Outcome, no_logits, outcome_of
 from headprune.divergence import IGNORED, Divergence, part_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import ADDED, LABELS, call, inputs_of, tensors, unlabelled
@@ -54,7 +54,7 @@ class ExampleLoss:
         self.divergence = Divergence(model, seed)
         self.distils = distil
         self.rows = Rows()
-        self._use: LabelUse | None = None
+        self._use = LabelUse(None)
 
     @property
     def about(self) -> str:
@@ -69,7 +69,7 @@ class ExampleLoss:
             loss = self.divergence.about if differs else "loss (nats) of labels drawn from the dense model's answers"
         elif self.loss_fn is not None:
             loss = "loss"  # the user's own: nobody knows that it is in nats
-        elif (convention := self._label_use.convention) is not None and convention.what == SQUARED:
+        elif self._use.convention == SQUARED:
             loss = "squared error"
         else:
             return unit
@@ -129,7 +129,7 @@ class ExampleLoss:
         """Losses ``[batch]``; differentiable under grad mode."""
         if self.loss_fn is None and self.distils:
             return self.divergence(batch)
-        if self.loss_fn is None and self.own:
+        if self.own:
             return self._own_loss(batch)
         outcome = self.outcome(batch)
         if bool((outcome.tokens == 0).any()):
@@ -138,25 +138,27 @@ class ExampleLoss:
         return outcome.loss
 
     @property
+    def convention(self) -> str | None:
+        """How logits are compared with labels (`headprune.conventions`), by `prepare`; None where they are not."""
+        return self._use.convention
+
+    @property
     def own(self) -> bool:
         """Whether the model's loss is another one than the cross-entropy of its logits, by `prepare`."""
-        return self._label_use.own
+        return self._use.own
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """The metrics that can be computed beside the loss, by `prepare`: ``"accuracy"`` if logits are compared with
         classes, ``"perplexity"`` if the loss is a mean over labels."""
-        if self.loss_fn is not None or self.distils:
-            return ()
-        if (convention := self._label_use.convention) is not None:
-            return () if convention.what == SQUARED else ("accuracy", "perplexity")
-        return () if self._label_use.skipped is None else ("perplexity",)
+        if self.convention is None:
+            return () if self._use.skipped is None else ("perplexity",)
+        return () if self.convention == SQUARED else ("accuracy", "perplexity")
 
     @property
     def classifies(self) -> bool:
         """Whether what is predicted are classes, the same for all examples; not so where it is a place in a text."""
-        convention = None if self.loss_fn is not None or self.distils else self._label_use.convention
-        return convention is not None and convention.what in (CLASSES, BINARY)
+        return self.convention not in (None, SPAN, SQUARED)
 
     def of_output(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """Losses ``[batch]`` of a model's output for a batch, from its logits; 0 for an example without a label.
@@ -164,10 +166,9 @@ class ExampleLoss:
         Raises:
             HeadPruneError: No logits that fit the labels, or a loss that cannot be computed from them.
         """
-        use = self._label_use
-        if use.convention is None:
+        if self.convention is None:
             raise no_logits()
-        return use.convention.outcome(output, use.of_real_tokens(self.model, batch, self.rows)).loss
+        return outcome_of(self.convention, output, self._use.of_real_tokens(self.model, batch, self.rows)).loss
 
     def outcome(self, batch: Any) -> Outcome:
         """Loss and predictions: from the logits if they can be compared with labels, else the model's own loss, without predictions.
@@ -177,23 +178,18 @@ class ExampleLoss:
         """
         if self.loss_fn is not None:
             loss = self._given(batch)
-            outcome = Outcome(loss, torch.ones_like(loss, dtype=torch.long), [], [])
+            outcome = Outcome(loss, torch.ones_like(loss, dtype=torch.long))
         elif not any(name in batch for name in LABELS):
             raise HeadPruneError("The examples have no labels.", 'Give dicts with "labels".')
-        elif (convention := self._label_use.convention) is None:
+        elif self.convention is None:
             loss = self._own_loss(batch)
-            outcome = Outcome(loss, self._label_use.weights(batch["labels"]).to(loss.device), [], [])
+            outcome = Outcome(loss, self._use.weights(batch["labels"]).to(loss.device))
         else:
-            inputs = batch if self._label_use.needs_labels else unlabelled(batch)
-            outcome = convention.outcome(call(self.model, inputs), batch)
+            inputs = batch if self._use.needs_labels else unlabelled(batch)
+            outcome = outcome_of(self.convention, call(self.model, inputs), batch)
         if outcome.loss.shape != (size := self.rows.size(batch),):
             raise _not_each(outcome.loss, size)
         return outcome
-
-    @property
-    def _label_use(self) -> LabelUse:
-        assert self._use is not None, "prepare() comes first"
-        return self._use
 
     def _given(self, batch: Any) -> Tensor:
         """What ``loss_fn`` returns for a batch."""

@@ -206,28 +206,11 @@ def unlabelled(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {k: v for k, v in batch.items() if k != "labels"}
 
 
-def same_one_by_one(model: nn.Module, shared: dict[str, Tensor], method: str, labels: bool = True) -> None:
-    """The same scores of one batch of four examples of four tokens, which share these tensors, as of each alone."""
-    x, y = drawn(4, 4)
-    parts = [(x, y), *((x[i : i + 1], y[i : i + 1]) for i in range(4))]
-    whole, *ones = ({"x": x, **shared, **({"labels": y} if labels else {})} for x, y in parts)
-    smaller = {**whole, "x": x[:3], **({"labels": y[:3]} if labels else {})}
-    found, expected = (hp.score(model, b, method).flat() for b in ([whole, smaller], [*ones, *ones[:3]]))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+class Tagger(Masked):
+    """An answer for every token."""
 
-
-@pytest.mark.parametrize("method", ["gradient", "output-norm", "ablation"])
-def test_a_causal_mask_by_the_name_of_a_padding_mask(method: str) -> None:
-    same_one_by_one(randomise(Masked()).double(), {"attention_mask": causal(4)}, method)
-
-
-@pytest.mark.parametrize("method", ["fisher", "ablation"])
-def test_divergence_counts_every_token_under_a_causal_mask(method: str) -> None:
-    class Tagger(Masked):
-        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-            return self.head(x + self.second(x + self.first(x, attention_mask), attention_mask))
-
-    same_one_by_one(randomise(Tagger()).double(), {"attention_mask": causal(4)}, method, labels=False)
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(x + self.second(x + self.first(x, attention_mask), attention_mask))
 
 
 class Positions(Masked):
@@ -245,10 +228,20 @@ class Mixing(Masked):
         return super().forward(x + x.mean(0, keepdim=True) ** 2, attention_mask)
 
 
-def test_a_table_that_could_be_cut_without_an_error() -> None:
-    model, table = randomise(Positions()).double(), drawn(1, 4, seed=5)[0][0]
-    for method in ("gradient", "ablation"):
-        same_one_by_one(model, {"table": table}, method)
+@pytest.mark.parametrize(("kind", "method"), [
+    (Masked, "gradient"), (Masked, "output-norm"), (Masked, "ablation"), (Tagger, "fisher"), (Tagger, "ablation"), (Positions, "gradient"),
+    (Positions, "ablation"),
+])  # fmt: skip
+def test_what_all_examples_share_is_not_cut(kind: type[Masked], method: str) -> None:
+    """A causal mask by the name of a padding mask, and a table that could be cut without an error: the same scores as one by one."""
+    model, labels = randomise(kind()).double(), kind is not Tagger
+    shared = {"table": drawn(1, 4, seed=5)[0][0]} if kind is Positions else {"attention_mask": causal(4)}
+    x, y = drawn(4, 4)
+    parts = [(x, y), *((x[i : i + 1], y[i : i + 1]) for i in range(4))]
+    whole, *ones = ({"x": x, **shared, **({"labels": y} if labels else {})} for x, y in parts)
+    smaller = {**whole, "x": x[:3], **({"labels": y[:3]} if labels else {})}
+    found, expected = (hp.score(model, b, method).flat() for b in ([whole, smaller], [*ones, *ones[:3]]))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["a mask", "a table", "tokens first", "mixed examples"])

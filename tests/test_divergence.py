@@ -18,7 +18,6 @@ import headprune as hp
 from headprune import divergence
 from headprune.divergence import Divergence, Fidelity
 from headprune.inputs import DRAWN
-from tests.support import zoo
 from tests.support.plain import WIDTH, Attention, model_of
 from tests.support.problems import small
 
@@ -136,26 +135,6 @@ def test_answers_too_many_to_keep_are_not_known(monkeypatch: pytest.MonkeyPatch)
     assert Fidelity(model, batches).known
     monkeypatch.setattr(divergence, "MOST", size - 1)
     assert not Fidelity(model, batches).known
-
-
-def test_a_model_without_logits_is_not_known() -> None:
-    class Bare(nn.Module):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"hidden": x}
-
-    assert not Fidelity(nn.ModuleList([Bare()])[0], [{"x": torch.ones(2, 3)}]).known
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
-def test_other_models(name: str) -> None:
-    model, example = getattr(zoo, name)()
-    batch = zoo.labelled(model, example) if name != "gpt2" else {**example, "labels": example["input_ids"]}
-    found = Fidelity(model, [batch])
-    assert found.known
-    assert found.divergence() == 0
-    layer = next(layer for layer in hp.find_attention(model, example) if layer.maskable)
-    with hp.mask(model, {layer.name: [0]}, layers=[layer]):
-        assert found.divergence() > 0
 
 
 def test_rounding_is_no_difference() -> None:

@@ -63,7 +63,9 @@ def test_values_and_outputs_end_where_the_slopes_are_zero(name: str, monkeypatch
     def fitted(rounds: int) -> list[Tensor]:
         monkeypatch.setattr(layer_steps, "_ROUNDS", rounds)
         monkeypatch.setattr(layer_steps, "_STEPS", 30)
-        fit = layer_steps.fit_values(moments, projection, own, heads, rank, ridge)
+        fit = layer_steps.fit_values(
+            moments, projection, own, heads, statistics.directions.along[projection.name], ridge
+        )
         mixes = [fit.mixes[heads[groups.index(g)]] for g in kept]
         assert all(torch.equal(fit.mixes[h], mixes[kept.index(g)]) for h, g in zip(heads, groups, strict=True))
         assert fit.facts.after <= fit.facts.before

@@ -160,19 +160,6 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
             assert (p - wide.get_parameter(key)).abs().max() < 0.2 * max(1.0, float(p.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "mha"])
-def test_under_inference_mode(name: str) -> None:
-    model, example = brute.model_of(name)
-    drop = brute.some_heads(hp.find_attention(model, example))
-    expected, _ = brute.repaired(model, drop, example, ridge=0.1)
-    found = copy.deepcopy(model)
-    with torch.inference_mode():
-        mine = brute.rows_of(example, slice(0, 6))
-        hp.repair(found, drop, [brute.batch_of(mine)], choose=[brute.batch_of(brute.repeated(mine))], ridge=0.1)
-    assert not any(p.is_inference() for p in found.parameters())
-    brute.alike(found, expected)
-
-
 @pytest.mark.parametrize("name", ["bert", "llama", "xlnet"])
 def test_a_repair_that_is_interrupted_leaves_the_model_to_the_bit(name: str) -> None:
     """Whenever it is: while it measures, and while new weights are tried. And one that ends changes nothing but weights."""

@@ -10,6 +10,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from tests.support.causal import OwnLoss
 from tests.support.problems import quick, small, split
 from tests.support.zoo import bert, labelled, llama, randomise, sizes, text
 
@@ -204,23 +205,13 @@ def test_with_a_loss_of_ones_own_nothing_is_kept(tmp_path: Path) -> None:
 # -- losses --------------------------------------------------------------------------------------
 
 
-class IgnoringZero(nn.Module):
-    """A loss of its own that shows only where labels are 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, _ = llama()
-
-    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
-        out = self.inner(**inputs)
-        if labels is not None:
-            flat = out.logits[:, :-1].flatten(0, 1)
-            out.loss = F.cross_entropy(flat, labels[:, 1:].flatten(), ignore_index=0)
-        return out
-
-
 def test_a_loss_of_its_own_that_the_first_example_does_not_show() -> None:
-    model = IgnoringZero()
+    """It shows only where labels are 0."""
+
+    def ignoring_zero(logits: Tensor, labels: Tensor, inputs: Any) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=0)
+
+    model = OwnLoss(llama()[0], ignoring_zero)
     example = text(3, 8)
     example["attention_mask"][:] = 1
     labels = example["input_ids"].clone()
@@ -240,9 +231,9 @@ def test_an_example_without_any_label_is_named() -> None:
         hp.score(model, [batch], "ablation")
 
 
-@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
-def test_divergence_of_other_heads(problem: str) -> None:
-    """Real numbers by their squares, several labels each by its own chance."""
+@pytest.mark.parametrize("problem", [None, "regression", "multi_label_classification"])
+def test_divergence_of_every_kind_of_head(problem: str | None) -> None:
+    """Classes by Kullback and Leibler, real numbers by their squares, several labels each by its own chance."""
     labels = 1 if problem == "regression" else 3
     config = tf.BertConfig(**{**sizes("sdpa", num_labels=labels), "problem_type": problem})
     model = randomise(tf.BertForSequenceClassification(config))
@@ -255,12 +246,16 @@ def test_divergence_of_other_heads(problem: str) -> None:
             now = model(**example).logits.double()
     if labels == 1:
         expected = ((now - dense) ** 2).mean()
+    elif problem is None:
+        p, q = dense.softmax(-1), now.softmax(-1)
+        expected = (p * (p / q).log()).sum(-1).mean()
     else:
         p, q = dense.sigmoid(), now.sigmoid()
         expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum(-1).mean()
     torch.testing.assert_close(scores.values[layers[1].name][2], expected, rtol=1e-4, atol=1e-6)
-    with pytest.raises(hp.HeadPruneError, match="no gradient at the dense model"):
-        hp.score(model, [example], "gradient", layers=layers)
+    if problem:
+        with pytest.raises(hp.HeadPruneError, match="no gradient at the dense model"):
+            hp.score(model, [example], "gradient", layers=layers)
 
 
 @pytest.mark.parametrize("method", ["gradient", "ablation"])

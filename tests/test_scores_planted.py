@@ -74,26 +74,21 @@ def test_gradient_checkpointing(name: str) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.5
-    batch = labelled(model, example)
-    expected = hp.score(model, [batch], "gradient")
+    batch, layers = labelled(model, example), hp.find_attention(model, example)
+
+    def scored() -> tuple[torch.Tensor, int]:
+        """The scores, and how often the last layer ran."""
+        runs: list[int] = []
+        handle = model.get_submodule(layers[-1].module).register_forward_hook(lambda *_: runs.append(1))
+        scores = hp.score(model, [batch], "gradient", layers=layers).flat()
+        handle.remove()
+        return scores, len(runs)
+
+    expected, plain = scored()
     model.gradient_checkpointing_enable()
-    layer = hp.find_attention(model, example)[-1]
-    runs = 0
-
-    def count(*_: Any) -> None:
-        nonlocal runs
-        runs += 1
-
-    handle = model.get_submodule(layer.module).register_forward_hook(count)
-    scores = hp.score(model, [batch], "gradient", layers=expected.layers)
-    handle.remove()
-    torch.testing.assert_close(scores.flat(), expected.flat(), rtol=1e-4, atol=1e-6)
-    model.gradient_checkpointing_disable()
-    checkpointed, runs = runs, 0
-    handle = model.get_submodule(layer.module).register_forward_hook(count)
-    hp.score(model, [batch], "gradient", layers=expected.layers)
-    handle.remove()
-    assert checkpointed > runs
+    scores, checkpointed = scored()
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
+    assert checkpointed > plain
 
 
 # -- bad input -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
@@ -237,8 +238,6 @@ def test_a_convolution_as_output_projection() -> None:
 
 def test_calls_of_a_shared_layer_are_averaged() -> None:
     """ALBERT runs one layer several times."""
-    import transformers as tf
-
     config = tf.AlbertConfig(
         vocab_size=100, embedding_size=16, hidden_size=32, num_attention_heads=4, num_hidden_layers=3,
         intermediate_size=48, attn_implementation="eager",
@@ -254,8 +253,6 @@ def test_calls_of_a_shared_layer_are_averaged() -> None:
 
 def test_windows_belong_to_their_example() -> None:
     """Swin cuts windows out of every picture: [batch * windows, heads, queries, keys]."""
-    import transformers as tf
-
     sizes = {"image_size": 16, "patch_size": 2, "num_channels": 1, "window_size": 4}
     config = tf.SwinConfig(embed_dim=16, depths=[2], num_heads=[4], num_labels=3, **sizes)
     model = randomise(tf.SwinForImageClassification(config))

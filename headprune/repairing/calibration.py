@@ -16,6 +16,7 @@ from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.inputs import gathered, model_device
 from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
+from headprune.parallel import current
 from headprune.pruned import remove_biases
 from headprune.repairing.answers import DenseAnswers, dense_answers
 from headprune.repairing.directions import Directions, find_directions, inputs_of_heads, linear, room
@@ -186,7 +187,7 @@ class Calibration:
                 xs = self.statistics.directions.widened(batch, xs, ys, list(xs), shares=1)
             self.runner.count(self.runner.rows.size(batch))
         return {
-            name: [(x, slope) for x, (_, _, slope) in zip(xs[name], own, strict=True)] for name, own in calls.items()
+            name: [(x, slope) for x, (_, _, (slope,)) in zip(xs[name], own, strict=True)] for name, own in calls.items()
         }
 
     @contextmanager
@@ -292,8 +293,7 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
     def add(i: int) -> None:
         xs, ys, token_weights = runner.recorded_with_weights(i)
         folds: dict[Any, list[Tensor]] = {}
-        finite: list[Tensor] = []
-        names_of: list[str] = []
+        finite: dict[str, Tensor] = {}  # asked for all layers at once, since every answer waits for a GPU
         for names in directions.in_parts(xs):
             wide = directions.widened(batches[i], xs, ys, names)
             for name in names:
@@ -302,26 +302,25 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
                     key = kind, x.shape[:-1], x.device
                     if key not in folds:
                         folds[key] = _folds(x, runner, i, kind)
-                    finite.append(_add(sums[name], x, y, token_weight, folds[key]))
-                    names_of.append(name)
-        _check_finite(runner, names_of, finite)
+                    x, y, token_weight = (t.reshape(-1, t.shape[-1]) for t in (x, y, token_weight[..., None]))
+                    for fold, chosen in enumerate(folds[key]):
+                        fine = (x[chosen].isfinite().all() & y[chosen].isfinite().all())[None]
+                        finite[name] = finite.get(name, fine) & fine
+                        sums[name].add(fold, x[chosen], y[chosen], token_weight[chosen, 0])
+        for name, fine in zip(finite, gathered([*finite.values()]).tolist() if finite else (), strict=True):
+            if not fine:
+                raise _not_finite(runner.layer(name), "what goes through its output projection is")
 
     runner.share("statistics", [partial(add, i) for i in range(len(batches))], batches, progress)
     for projection in runner.projections:
-        sums[projection.name].add_ranks(projection.name)
+        moments = sums[projection.name]
+        current().add(f"statistics of {projection.name}", [moments.xx, moments.xy, moments.yy])
     runner.count(directions.shares * sum(map(runner.rows.size, batches)))
     for projection in runner.projections:
         moments = sums[projection.name]
         if not all(bool(m.isfinite().all()) for m in (moments.xx, moments.xy, moments.yy)):
             raise _not_finite(projection.layers[0], "the slopes of the model's answers there are")
     return sums
-
-
-def _check_finite(runner: Runner, names: Sequence[str], finite: Sequence[Tensor]) -> None:
-    """Refuse numbers that are not finite: asked for all layers at once, since every answer waits for a GPU."""
-    for name, fine in zip(names, gathered(finite).tolist() if finite else (), strict=True):
-        if not fine:
-            raise _not_finite(runner.layer(name), "what goes through its output projection is")
 
 
 def _folds(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
@@ -338,16 +337,6 @@ def _folds(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
     counted = None if real is None else real.cpu()
     chosen = (fold == i if counted is None else (fold == i) & counted for i in range(FOLDS))
     return [own.nonzero().flatten().to(x.device) for own in chosen]
-
-
-def _add(moments: Moments, x: Tensor, y: Tensor, token_weights: Tensor, folds: Sequence[Tensor]) -> Tensor:
-    """Add a call's tokens to the sums, by how much they matter; returns whether all are finite, ``[1]``."""
-    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-    finite = torch.ones(1, dtype=torch.bool, device=x.device)
-    for i, chosen in enumerate(folds):
-        finite = finite & x[chosen].isfinite().all() & y[chosen].isfinite().all()
-        moments.add(i, x[chosen], y[chosen], token_weights.flatten()[chosen])
-    return finite
 
 
 def _turn(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:

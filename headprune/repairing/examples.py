@@ -68,7 +68,8 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
     members: dict[int, list[int]] = {}
     for number in range(len(texts)):
         members.setdefault(block[number], []).append(number)
-    left = any(_is_left_padded(batch) for batch in batches)
+    masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
+    left = any(bool((mask[:, 0] == 0).any()) for mask in masks)
     result = []
     for shift in range(1, times + 1):
         first = 0
@@ -110,11 +111,6 @@ def _mixed(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, 
     return {name: torch.cat([one[name][:cut], other[name][cut:]]) for name in one}
 
 
-def _is_left_padded(batch: Mapping[str, Tensor]) -> bool:
-    mask = batch.get("attention_mask")
-    return mask is not None and bool((mask[:, 0] == 0).any())
-
-
 def _padded(texts: Sequence[Tensor], value: int, left: bool) -> Tensor:
     return pad_sequence(list(texts), batch_first=True, padding_value=value, padding_side="left" if left else "right")
 
@@ -126,7 +122,7 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
         output: The model's.
         first: The number of the batch's first example; noise goes by it.
         rows: How examples lie in the batch.
-        only: The only example whose answers are looked at; all, by default.
+        only: The example whose answers are looked at; by default those of all.
     """
     seeds = range(first, first + rows.size(batch))
 

@@ -184,17 +184,13 @@ def gauss_newton(
 
     def on_fold(fold: int) -> Changes:
         own = answers.folds == fold
-        rows, count = (
-            gradients.view(len(lacking), -1, gradients.shape[1])[own].flatten(0, 1),
-            gradients.square().sum(1).mean(),
-        )
-        return _weights(coordinates.matrices(with_strength(rows, lacking[own], strength, float(count))), places)
+        rows = gradients.view(len(lacking), -1, gradients.shape[1])[own].flatten(0, 1)
+        unit = float(gradients.square().sum(1).mean())
+        _, alpha = _left_out(_products(rows / unit**0.5), lacking[own].flatten(), [], strength)
+        return _weights(coordinates.matrices(rows.T.double() @ alpha / unit), places)
 
-    return (
-        _weights(coordinates.matrices(change), places),
-        AnswersRepair(before, held_out, strength, len(lacking)),
-        on_fold,
-    )
+    facts = AnswersRepair(before, held_out, strength, len(lacking))
+    return _weights(coordinates.matrices(change), places), facts, on_fold
 
 
 def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tensor, Coordinates]:
@@ -203,7 +199,8 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
     gaps: list[Tensor] = []
     lacking: dict[int, Tensor] = {}
     kept: dict[int, Parts] = {}
-    order = _from_everywhere(len(answers.batches))
+    # The first few are far apart: batches often come sorted by length.
+    order = sorted(range(len(answers.batches)), key=lambda i: i * 0.6180339887 % 1)
 
     def seen(i: int) -> tuple[Tensor, Tensor, Parts]:
         gap, off, calls = _slopes(answers, i, list(places))
@@ -283,12 +280,6 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
     return gradients.T.double() @ alpha / unit, strength, least
 
 
-def with_strength(gradients: Tensor, lacking: Tensor, strength: float, unit: float) -> Tensor:
-    """The change ``[coordinates]`` as in `solved`, for a strength and a mean squared length of rows that are known."""
-    _, alpha = _left_out(_products(gradients / unit**0.5), lacking.flatten(), [], strength)
-    return gradients.T.double() @ alpha / unit
-
-
 def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength: float) -> tuple[float, Tensor]:
     """Root mean squared error on each group when it is left out, and the coefficients with all of them, float64."""
     wide = kernel if strength >= _ROUNDED else kernel.double()
@@ -350,11 +341,6 @@ def _directions(gap: Tensor, noise: Tensor) -> Tensor:
         lengths *= (some / every) ** 0.5
     directions: Tensor = (torch.linalg.qr(start)[0] * lengths).mT
     return directions
-
-
-def _from_everywhere(count: int) -> list[int]:
-    """All batches, the first few of them far apart: they often come sorted by length."""
-    return sorted(range(count), key=lambda i: i * 0.6180339887 % 1)
 
 
 def _joined(

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,26 +24,27 @@ from headprune.attention import Heads
 from headprune.repairing.calibration import Calibration
 from headprune.repairing.directions import inputs_of_heads
 from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, centred
-from headprune.repairing.results import LayerFit, LayerRepair, LeftOut, RepairWeights
+from headprune.repairing.results import LayerFit, LayerRepair, LeftOut, NewWeights, RepairWeights
 
 OUTPUTS = "output projections"
 ROUNDED = 1e-7  # of the outputs' squares, which are summed in float32: errors that differ by less are equal
 RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
 
+Ridge = float | None
+"""A strength that is given, or the best one by cross-validation."""
+
 
 def refit_outputs(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights:
     """The weights of every output projection that loses heads."""
-    fits = {p.name: fit_of(calibration, p, drop) for p in calibration.losing(drop)}
-    return RepairWeights.of(fits, calibration.statistics.moments)
+    moments, fits = calibration.statistics.moments, dict[str, LayerFit]()
+    for p in calibration.losing(drop):
+        kept = p.kept(drop)
+        make = partial(fit_output, moments[p.name], p, kept, calibration.ridge)
+        fits[p.name] = calibration.fit(OUTPUTS, p, kept, make)
+    return RepairWeights.of(fits, moments)
 
 
-def fit_of(calibration: Calibration, projection: OutputProjection, drop: Heads) -> LayerFit:
-    """The fit of one output projection."""
-    kept, moments = projection.kept(drop), calibration.statistics.moments[projection.name]
-    return calibration.fit(OUTPUTS, projection, kept, lambda: fit_output(moments, projection, kept, calibration.ridge))
-
-
-def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, ridge: float | None) -> LayerFit:
+def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, ridge: Ridge) -> LayerFit:
     """The best weights for the inputs that stay.
 
     Args:
@@ -121,41 +123,23 @@ _TRIED_ROUNDS, _TRIED_STEPS = 1, 6  # to compare ridges
 
 def refit_values(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
     """The weights so far, with values refitted in those layers where that does better on held-out tokens."""
-    fits = dict(start.fits)
+    fits, statistics = dict(start.fits), calibration.statistics
     for name, output_fit in start.fits.items():
-        values, heads = calibration.values.get(name), output_fit.projection.heads(drop)
+        projection, moments = output_fit.projection, statistics.moments[name]
+        values, heads = calibration.values.get(name), projection.heads(drop)
         if values and heads:
-            both = _values_fit(calibration, output_fit.projection, values, heads, drop)
-            rounding = ROUNDED * float(calibration.statistics.moments[name].yy.sum())
+            further = statistics.directions.along[name]
+            make = partial(fit_values, moments, projection, values, heads, further, calibration.ridge)
+            both = calibration.fit(VALUES, projection, projection.kept(drop), make)
+            rounding = ROUNDED * float(moments.yy.sum())
             if both.held_out is None or output_fit.held_out is None or both.held_out < output_fit.held_out - rounding:
                 fits[name] = both
     changed = any(each.mixes for each in fits.values())
-    return RepairWeights.of(fits, calibration.statistics.moments) if changed else ""
-
-
-def _values_fit(
-    calibration: Calibration, projection: OutputProjection, values: Values, heads: Sequence[int], drop: Heads
-) -> LayerFit:
-    statistics = calibration.statistics
-    further, moments = statistics.directions.along[projection.name], statistics.moments[projection.name]
-    return calibration.fit(
-        VALUES, projection, projection.kept(drop),
-        lambda: _written(fit_values(moments, projection, values, heads, further.shape[1], calibration.ridge), values, further),
-    )  # fmt: skip
-
-
-def _written(fit: LayerFit, values: Values, further: Tensor) -> LayerFit:
-    """A fit that can tell the value projection's weights as well."""
-    if not fit.mixes:
-        return fit
-    return replace(
-        fit, values=lambda: {values.name: written(values, fit.mixes, further)},
-        refit=lambda some: _written(fit.refit(some), values, further),
-    )  # fmt: skip
+    return RepairWeights.of(fits, statistics.moments) if changed else ""
 
 
 def fit_values(
-    moments: Moments, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int, ridge: float | None
+    moments: Moments, projection: OutputProjection, values: Values, heads: Sequence[int], further: Tensor, ridge: Ridge
 ) -> LayerFit:
     """The best values and W_O for the heads that stay.
 
@@ -163,6 +147,7 @@ def fit_values(
     what head h attends to (its old values, then the further directions), v and u the mean variance of the inputs that O and
     T weigh; heads of a group share T. O and T take turns: O by elimination, T by conjugate gradients, which never make it worse.
     """
+    rank = further.shape[1]
     index = inputs_of_heads(projection, values, heads, rank)
     xx, xy = (m.cpu() for m in moments.rows_of(index.flatten()))
     yy = moments.yy.cpu()
@@ -192,14 +177,15 @@ def fit_values(
 
     def refit(some: Moments) -> LayerFit:
         if some.seen:
-            return fit_values(some, projection, values, heads, rank, chosen)
+            return fit_values(some, projection, values, heads, further, chosen)
         kept = values.columns[list(heads)].flatten().sort().values
         return fit_output(some, projection, kept, math.inf)
 
-    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, refit, mixes)
+    free, of_values = bias if projection.has_bias else None, partial(written, values, mixes, further)
+    return LayerFit(projection, whole, free, facts, held_out, refit, mixes, of_values)
 
 
-def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> tuple[Tensor, Tensor | None]:
+def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> NewWeights:
     """The value projection's new weights and bias, from what its heads' values are made of."""
     weight, bias = values.weight.cpu().clone(), None if values.bias is None else values.bias.cpu().clone()
     for head, mix in mixes.items():
@@ -208,7 +194,7 @@ def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> tup
         weight[:, at] = values.weight.cpu()[:, at] @ own + further @ other
         if bias is not None and values.bias is not None:
             bias[at] = values.bias.cpu()[at] @ own
-    return weight, bias
+    return {values.name: (weight, bias)}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.offload import is_elsewhere, on_disk, place_of, value_of
-from headprune.parallel import current
 from headprune.running import exact_attention
 
 FOLDS = 2
@@ -46,10 +45,6 @@ class Moments:
         self.xx[fold] += (weighted @ x).to(self.xx)
         self.xy[fold] += (weighted @ y).to(self.xy)
         self.yy[fold] += (y**2 * weight).sum().to(self.yy)
-
-    def add_ranks(self, name: str) -> None:
-        """Add what other ranks have seen (`headprune.parallel`); ``name`` is these sums'."""
-        current().add(f"statistics of {name}", [self.xx, self.xy, self.yy])
 
     def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """What concerns the inputs that stay, and the 1 behind them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -43,9 +43,9 @@ class AnswersRepair:
         before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
             model's, on the calibration examples, with every layer refitted.
         held_out: What it should be on an example that is left out, to first order.
-        strength: Of the ridge, that makes it so.
-        examples: That were fitted to.
-        part: Of the step, that was taken.
+        strength: The ridge's, with which that is least.
+        examples: How many were fitted to.
+        part: How much of the step was taken, from 0 to 1.
     """
 
     before: float
@@ -71,7 +71,7 @@ class Trial:
         step: ``"output projections"``, ``"values"`` or ``"answers"`` (the last step, towards the dense model's answers).
         before, after: Mean divergence from the dense model's answers, in nats (of answers that are no logits, the mean squared
             difference), without this step and with it; heads masked.
-        examples: Those that it was tried on.
+        examples: How many it was tried on.
         kept: Whether it did better there. What did not, was left out.
     """
 
@@ -101,7 +101,7 @@ class Repair:
         mixtures: Mixtures of them that were fitted to as well (`headprune.repairing.examples`).
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
-        notes: What could not be refitted, and why.
+        notes: Which weights could not be refitted, and why.
         answers: The step towards the dense model's answers; None where none was taken.
         trials: How every step did on examples that it was not fitted to, and whether it was kept.
     """
@@ -116,11 +116,7 @@ class Repair:
     trials: tuple[Trial, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "layers": {name: vars(fitted) for name, fitted in self.layers.items()},
-            "examples": self.examples, "mixtures": self.mixtures, "passes": self.passes, "biases": list(self.biases), "notes": list(self.notes),
-            "answers": vars(self.answers) if self.answers else None, "trials": [t.to_json() for t in self.trials],
-        }  # fmt: skip
+        return {**asdict(self), "trials": [trial.to_json() for trial in self.trials]}
 
 
 @dataclass(frozen=True)

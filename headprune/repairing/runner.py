@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer
 from headprune.batches import cost_of, find_rows, is_empty
 from headprune.divergence import part_of, real_tokens
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.memory import is_out_of_memory
 from headprune.parallel import current
 from headprune.repairing.examples import Mixed, mixed_texts, probe_of
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
-from headprune.running import checkpointed, frozen, quiet, recomputing
-from headprune.scoring.gradient import unlike
+from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing
+from headprune.scoring.base import Problem
+from headprune.scoring.gradient import independent
 
 T = TypeVar("T")
 OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -31,13 +32,6 @@ Calls = dict[str, list[Tensor]]
 """A tensor for every call of an output projection, by its name."""
 Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
 """By output projection, of every call: the input, the output, and the slopes of some sums of the answers there."""
-
-
-@dataclass
-class _Meter:
-    """Counts the examples that a model was run on; runners of parts of the examples share one."""
-
-    examples: float = 0.0
 
 
 class Runner:
@@ -56,7 +50,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
         self.model, self.projections = model, projections
-        self._meter = _Meter()
+        self._seen = [0.0]  # how many examples the model was run on: runners with and without mixtures share it
         device = model_device(model)
         with torch.inference_mode(False):
             self.batches = [usable(move(batch, device)) for batch in batches if not is_empty(batch)]
@@ -72,11 +66,11 @@ class Runner:
     @property
     def passes(self) -> float:
         """Forward passes over all examples so far, a backward pass counting as two."""
-        return self._meter.examples / self.examples
+        return self._seen[0] / self.examples
 
     def count(self, examples: float) -> None:
-        """Note that the model was run on so many examples; a backward pass counts as two."""
-        self._meter.examples += examples
+        """Add examples that the model was run on to `passes`; a backward pass counts as two."""
+        self._seen[0] += examples
 
     def share(
         self,
@@ -85,22 +79,20 @@ class Runner:
         batches: Sequence[Any] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> list[T]:
-        """As `headprune.parallel.Ranks.share`, the passes of all ranks counted.
+        """The results of tasks that ranks share out (`headprune.parallel.Ranks.share`); passes of all ranks are counted.
 
         Args:
             batches: What the tasks run the model on, if that is one batch each: how long they take.
         """
-        before, ranks = self._meter.examples, current()
+        before, ranks = self._seen[0], current()
         results = ranks.share(name, tasks, [cost_of(batch) for batch in batches] or None, progress)
         if ranks.size > 1:
-            self._meter.examples = before + sum(ranks.gather(f"passes of {name}", self._meter.examples - before))
+            self._seen[0] = before + sum(ranks.gather(f"passes of {name}", self._seen[0] - before))
         return results
 
-    @contextmanager
-    def deterministic_eval(self) -> Iterator[None]:
+    def deterministic_eval(self) -> AbstractContextManager[None]:
         """The model without dropout and the like, without a cache, with attention that computes every head by itself."""
-        with quiet(self.model, attributes=False):
-            yield
+        return quiet(self.model, attributes=False)
 
     def first(self, index: int) -> int:
         """The number of the first example of a batch of `everything`."""
@@ -148,15 +140,11 @@ class Runner:
                 raise
             return False
         logits = part_of(output, "logits")
-        return (
-            isinstance(logits, Tensor)
-            and logits.ndim == 2
-            and len(logits) == len(mixed.firsts)
-            and bool(logits.isfinite().all())
-        )
+        one_each = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(mixed.firsts)
+        return one_each and bool(logits.isfinite().all())
 
     def layer(self, name: str) -> AttentionLayer:
-        """That ends in an output projection; the first, if several do."""
+        """The layer that ends in an output projection of this name; the first, if several do."""
         return next(p.layers[0] for p in self.projections if p.name == name)
 
     def real(self, x: Tensor, batch: Any, kind: str) -> Tensor | None:
@@ -199,20 +187,15 @@ class Runner:
         callbacks = [(p.name, p.name, on_output) for p in self.projections]
         if on_value is not None:
             callbacks += [(own.name, name, on_value) for name, own in (values or {}).items()]
-        handles = [
-            self.model.get_submodule(module).register_forward_hook(
-                lambda module, args, kwargs, out, name=name, then=then: then(
-                    name, args[0] if args else next(iter(kwargs.values())), out
-                ),
-                with_kwargs=True,
-            )
-            for module, name, then in callbacks
-        ]
-        try:
+
+        def hook(name: str, then: OnCall, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
+            return then(name, args[0] if args else next(iter(kwargs.values())), out)
+
+        with ExitStack() as stack:
+            for module, name, then in callbacks:
+                place = self.model.get_submodule(module)
+                stack.callback(place.register_forward_hook(partial(hook, name, then), with_kwargs=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def recorded(self, batch: Any) -> tuple[Calls, Calls]:
         """W_O's inputs and outputs on a batch."""
@@ -242,16 +225,20 @@ class Runner:
 
     # -- slopes ------------------------------------------------------------------------------------
 
-    def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
+    def slopes(self, index: int) -> Seen:
         """W_O's inputs, outputs and the slopes at these, for every call on a batch.
 
-        Slopes are of a random projection of the model's answers as it is now (`probe`).
+        Slopes are of a random projection of the model's answers as it is now (`probe_of`).
         """
         if not self.projections:
             return {}
         batch = self.everything[index]
         self.count(3 * self.rows.size(batch))
-        return self._slopes(batch, self.first(index))
+
+        def probe(output: Any) -> list[Tensor]:
+            return [probe_of(self.model, output, batch, self.first(index), self.rows)]
+
+        return self.slopes_of(batch, [p.name for p in self.projections], probe)
 
     def recorded_with_weights(self, index: int) -> tuple[Calls, Calls, Calls]:
         """W_O's inputs and outputs on a batch, and how much each token of the output matters for the model's answer ``[rows, ...]``.
@@ -262,7 +249,7 @@ class Runner:
         seen = self.slopes(index)
         xs = {name: [x for x, _, _ in calls] for name, calls in seen.items()}
         ys = {name: [y for _, y, _ in calls] for name, calls in seen.items()}
-        return xs, ys, {name: [widened(slope).norm(dim=-1) for _, _, slope in calls] for name, calls in seen.items()}
+        return xs, ys, {name: [widened(slope).norm(dim=-1) for _, _, (slope,) in calls] for name, calls in seen.items()}
 
     def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
         """W_O's inputs, outputs and the slopes there of some sums of the model's answers to a batch.
@@ -297,56 +284,23 @@ class Runner:
         )
         return {name: [(x, y, next(slopes)) for x, y, _ in calls] for name, calls in seen.items()}
 
-    def _slopes(
-        self, batch: Any, first: int, only: int | None = None
-    ) -> dict[str, list[tuple[Tensor, Tensor, Tensor]]]:
-        seen = self.slopes_of(
-            batch,
-            [p.name for p in self.projections],
-            lambda output: [probe_of(self.model, output, batch, first, self.rows, only)],
-        )
-        return {name: [(x, y, slopes[0]) for x, y, slopes in calls] for name, calls in seen.items()}
-
     def _independent(self) -> bool:
         """Whether rows of one example stay together at every W_O, one after another, tried on up to three.
 
         A module that puts tokens before the batch would mix them up.
         """
-        batch = max(self.batches, key=self.rows.size)
-        if self.rows.size(batch) == 1 or not self.projections:
-            return True
-        some = self.rows.take(batch, unlike(self.rows, batch, self.rows.size(batch)))
-        if not self._examples_first(some):
-            return False
-        size = self.rows.size(some)
-        for one in range(size):
-            for calls in self._slopes(some, 0, only=one).values():
-                for *_, slope in calls:
-                    each = slope.reshape(size, -1)
-                    if bool(each[torch.arange(size) != one].any()):
-                        return False
-        return True
+        layers = [layer for projection in self.projections for layer in projection.layers]
 
-    def _examples_first(self, batch: Any) -> bool:
-        """Whether two and three examples have as many rows more, at every W_O, as there are examples more."""
+        def probes(batch: Any) -> Tensor:
+            output, size = call(self.model, inputs_of(self.model, batch)), self.rows.size(batch)
+            if not torch.is_grad_enabled():
+                return torch.zeros(size)  # only shapes are looked at
+            return torch.stack([probe_of(self.model, output, batch, 0, self.rows, i) for i in range(size)])
 
-        def shapes(index: Sequence[int]) -> list[torch.Size]:
-            try:
-                with torch.no_grad(), self.deterministic_eval():
-                    xs, _ = self.recorded(self.rows.take(batch, index))
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                raise HeadPruneError(
-                    f"The model does not run on some of a batch's examples: {type(error).__name__}: {first_line(error)}.",
-                    "Give tensors with one row for each example: none that packs them (patches of several images, say).",
-                ) from error
-            return [x.shape for calls in xs.values() for x in calls]
-
-        two, three = shapes([0, 1]), shapes([0, 1, 0])
-        return len(two) == len(three) and all(
-            a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
-        )
+        sized = [(batch, self.rows.size(batch)) for batch in self.batches]
+        problem = Problem(self.model, layers, sized, probes, 0, no_progress, rows=self.rows)
+        with torch.inference_mode(False), self.deterministic_eval(), frozen(self.model):
+            return not layers or independent(problem)
 
 
 def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:

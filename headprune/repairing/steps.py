@@ -94,16 +94,12 @@ def drop_columns(calibration: Calibration, drop: Heads, biases: bool = False) ->
 
 def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> Repair:
     """What a repair did, in so many passes, with those that the calibration took."""
-    runner = calibration.statistics.runner
+    runner, new = calibration.statistics.runner, weights.by_module
+    mixtures = sum(len(mixed.firsts) for mixed in runner.mixtures)
+    biases = tuple(name for name in calibration.new_biases if new.get(name, (None, None))[1] is not None)
+    notes = (*calibration.notes, *([weights.note] if weights.note else []))
     return Repair(
-        weights.facts,
-        runner.examples,
-        sum(len(mixed.firsts) for mixed in runner.mixtures),
-        round(passes),
-        tuple(name for name in calibration.new_biases if weights.by_module.get(name, (None, None))[1] is not None),
-        (*calibration.notes, *([weights.note] if weights.note else [])),
-        weights.answers,
-        weights.trials,
+        weights.facts, runner.examples, mixtures, round(passes), biases, notes, weights.answers, weights.trials
     )
 
 

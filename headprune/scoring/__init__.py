@@ -115,7 +115,11 @@ def _scored(
         if work is not None and losses.loss_fn is None:
             store = work if isinstance(work, Store) else Store(Path(work))
             problem = replace(problem, store=store.keyed(chosen.name, own, *_facts(problem)))
-        estimate = _estimate(chosen, problem)
+        try:
+            estimate = chosen.run(problem)
+        except DisagreementError:
+            problem.store.clear()
+            estimate = chosen.run(replace(problem, replays=False))
     details = {**estimate.details, "loss": losses.about}
     # What rank 0 says of memory and time counts.
     estimate = current().first("estimate", lambda: replace(estimate, details=details))
@@ -151,15 +155,6 @@ def _facts(problem: Problem) -> list[Any]:
         versions(), problem.seed, settings, list(problem.layers), distils, model_device(problem.model).type, dtypes,
         traits(problem.model), list(problem.batches),
     ]  # fmt: skip
-
-
-def _estimate(chosen: Method, problem: Problem) -> Estimate:
-    """A method's estimate; by plain forwards, if replays turn out to give other losses."""
-    try:
-        return chosen.run(problem)
-    except DisagreementError:
-        problem.store.clear()
-        return chosen.run(replace(problem, replays=False))
 
 
 def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> HeadScores:

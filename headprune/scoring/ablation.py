@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from headprune.attention import AttentionLayer
 from headprune.batches import cost_of
 from headprune.gates import Fill, gated
 from headprune.parallel import current, shares
-from headprune.scoring.base import Estimate, Problem, method, standard_error
+from headprune.scoring.base import Estimate, Problem, method
 from headprune.scoring.gradient import separate
 from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import sampled
@@ -98,44 +97,32 @@ def resample_ablation(problem: Problem) -> Estimate:
 
 def _ablated(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> Estimate:
     """The mean over examples of the loss without each head minus the dense loss."""
-    store, every = problem.store, torch.split(1 - torch.eye(problem.heads), [a.num_heads for a in problem.layers])
-    layers, firsts = range(len(every)), [0, *accumulate(map(len, every))]
-    finished: list[Tensor] = []  # tables of batches, for the interval that a waiting person sees
+    every = torch.split(1 - torch.eye(problem.heads), [layer.num_heads for layer in problem.layers])
 
     def without(i: int, examples: tuple[int, Any, int], some: Sequence[int]) -> Tensor:
         """The losses without each head of some layers in a row, behind the dense losses: ``[examples, 1 + heads]``."""
         start, batch, size = examples
-        with replay.of(batch, size, fills(start, size, batch) if fills else None) as recording:
-            columns = [recording.dense]
-            for n in some:
-                columns += list(recording.losses(every[n]))
-                heads = firsts[some[0]] + len(columns) - 1
-                problem.progress(i * problem.heads + heads, len(problem.batches) * problem.heads, _widest(finished))
+        before = i * problem.heads + sum(map(len, every[: some[0]]))
+        recording = replay.of(batch, size, fills(start, size, batch) if fills else None)
+        columns = [recording.dense]
+        for n in some:
+            columns += list(recording.losses(every[n]))
+            done = before + len(columns) - 1
+            problem.progress(done, len(problem.batches) * problem.heads)
         return torch.stack(columns, dim=1)
 
-    def of_batch(i: int, batch: tuple[int, Any, int]) -> Tensor:
-        parts = [store.known(f"{i}-{n}") for n in layers]  # an interrupted run with more ranks shared out layers
-        table = without(i, batch, layers) if any(part is None for part in parts) else _joined(parts)
-        finished.append(table)
-        return table
-
-    def of_layer(i: int, batch: tuple[int, Any, int], n: int) -> Tensor:
-        known = store.known(f"{i}")
-        if known is None:
-            return without(i, batch, [n])
-        return torch.cat([known[:, :1], known[:, 1 + firsts[n] : 1 + firsts[n + 1]]], dim=1)
-
-    batches = list(enumerate(problem.numbered()))
-    costs = [cost_of(batch) for batch, _ in problem.batches]
-    if _uneven(costs, current().size):
-        # The model runs again from the layer on, for every head; and once as it is.
-        again = [1 + len(every[n]) * (len(every) - n) / len(every) for n in layers]
-        tasks = {f"{i}-{n}": partial(of_layer, i, batch, n) for i, batch in batches for n in layers}
-        parts = store.share("ablation by layers", tasks, [cost * more for cost in costs for more in again])
-        tables = [_joined(parts[i : i + len(every)]) for i in range(0, len(parts), len(every))]
-    else:
-        tables = store.share("ablation", {f"{i}": partial(of_batch, i, batch) for i, batch in batches}, costs)
-    losses = torch.cat(tables)
+    costs, layers = [cost_of(batch) for batch, _ in problem.batches], range(len(every))
+    parts = [[n] for n in layers] if _uneven(costs, current().size) else [list(layers)]
+    # The model runs again from the layer on, for every head; and once as it is.
+    again = [1 + sum(len(every[n]) * (len(every) - n) for n in some) / len(every) for some in parts]
+    tasks = {
+        f"{i}-{some[0]}-{len(some)}": partial(without, i, batch, some)
+        for i, batch in enumerate(problem.numbered())
+        for some in parts
+    }
+    tables = problem.store.share("ablation", tasks, [cost * more for cost in costs for more in again])
+    by_batch = [tables[i : i + len(parts)] for i in range(0, len(tables), len(parts))]
+    losses = torch.cat([torch.cat([own[0], *(t[:, 1:] for t in own[1:])], dim=1) for own in by_batch])
     return Estimate.mean_of(losses[:, 1:] - losses[:, :1], losses[:, 0], replayed=replay.about)
 
 
@@ -143,20 +130,6 @@ def _uneven(costs: Sequence[float], size: int) -> bool:
     """Whether whole batches would leave some of several ranks with little to do, so that layers are shared out as well."""
     loads = [sum(costs[i] for i in own) for own in shares(len(costs), size, costs)]
     return size > 1 and max(loads) > _EVEN * sum(loads) / size
-
-
-def _joined(layers: Sequence[Tensor]) -> Tensor:
-    """The losses without each head of all layers, from those of every layer, each behind the dense losses."""
-    return torch.cat([layers[0][:, :1], *(part[:, 1:] for part in layers)], dim=1)
-
-
-def _widest(tables: list[Tensor]) -> str:
-    """The width of the widest confidence interval so far; "" before the first batch is finished."""
-    if sum(map(len, tables)) < 2:
-        return ""
-    losses = torch.cat(tables)
-    error = standard_error(losses[:, 1:] - losses[:, :1]).max()
-    return f"widest interval ±{1.96 * error.item():.2g}"
 
 
 # -- the outputs that replace a head's own -----------------------------------------------------------

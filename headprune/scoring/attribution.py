@@ -75,10 +75,10 @@ def _pair(replay: Replay, batch: Any, size: int, order: Tensor) -> Tensor:
     """
     heads = len(order)
     ahead = torch.arange(1, heads)[:, None] <= order.argsort()  # the heads that are left after 1, 2, … removals
-    with replay.of(batch, size) as recording:
-        dense = recording.dense.mean().reshape(1)
-        gates = torch.cat([ahead, ~ahead, torch.zeros(1, heads, dtype=torch.bool)]).double()
-        left, taken, none = torch.split(recording.losses(gates).mean(dim=1), [heads - 1, heads - 1, 1])
+    recording = replay.of(batch, size)
+    dense = recording.dense.mean().reshape(1)
+    gates = torch.cat([ahead, ~ahead, torch.zeros(1, heads, dtype=torch.bool)]).double()
+    left, taken, none = torch.split(recording.losses(gates).mean(dim=1), [heads - 1, heads - 1, 1])
     there, back = torch.cat([dense, left, none]), torch.cat([none, taken, dense])
     added = torch.empty(heads, dtype=torch.float64)
     added[order] = (there.diff() - back.diff()) / 2
@@ -126,9 +126,9 @@ def _integrated(replay: Replay, batch: Any, size: int, steps: int, most: int, er
         errors: `_sum_errors` of the batches before.
     """
     problem = replay.problem
-    with replay.of(batch, size) as recording:
-        none = recording.losses(torch.zeros(1, problem.heads, dtype=torch.float64))[0]
-        ends = torch.stack([recording.dense, none], dim=1)
+    recording = replay.of(batch, size)
+    none = recording.losses(torch.zeros(1, problem.heads, dtype=torch.float64))[0]
+    ends = torch.stack([recording.dense, none], dim=1)
     while True:
         points, weights = np.polynomial.legendre.leggauss(steps)
         tasks = [

@@ -221,22 +221,32 @@ def read_tokens(
     expected = losses()
     calls = sorted(calls, key=lambda call: -call.left)  # the last ones first, and each before the calls inside it
 
-    def unread(name: str, token: int) -> bool:
+    def unread(module: str, token: int) -> bool:
+        """Whether a module computes a token from the same token of its inputs, and the losses read no other."""
+        local = True
+
+        def around(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            nonlocal local
+            output = forward(*args, **kwargs)
+            local &= _is_local(forward, args, kwargs, output, token)
+            return output
+
         try:
-            with reading(model, {name: token}):
-                return same(losses(), expected)
+            with wrapped({module: model.get_submodule(module)}, around, "forward"):
+                losses()
+            with reading(model, {module: token} if local else {}):
+                return local and same(losses(), expected)
         except HeadPruneError:  # not finite, or computed for all tokens, such as a router's own loss
             return False
 
     for token in TOKENS:
-        local = _local_modules(model, calls, losses, token)
         cut: list[Call] = []
         failed = 0
         for call, following in zip(calls, [*calls[1:], None], strict=True):
             if cut and call.entered > cut[-1].entered:
                 continue  # inside a module that is cut
             inner = any(name.startswith(f"{call.module}.") for name in hooked)
-            if not inner and call.module in local and unread(call.module, token):
+            if not inner and unread(call.module, token):
                 cut.append(call)
                 failed = 0
             elif following is None or following.entered < call.entered:  # nothing is called inside it
@@ -266,31 +276,6 @@ def reading(model: nn.Module, tokens: Mapping[str, int]) -> Iterator[None]:
 
     with wrapped({name: model.get_submodule(name) for name in tokens}, around, "forward"):
         yield
-
-
-def _local_modules(model: nn.Module, calls: Sequence[Call], losses: Callable[[], Tensor], token: int) -> set[str]:
-    """Modules whose output for a token only depends on that token."""
-    local: set[str] = set()
-    trying = False  # modules inside a module that is tried are called with inputs that no forward gives them
-
-    def around(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        nonlocal trying
-        output = forward(*args, **kwargs)
-        if not trying:
-            trying = True
-            if _is_local(forward, args, kwargs, output, token):
-                local.add(name)
-            trying = False
-        return output
-
-    with wrapped({call.module: model.get_submodule(call.module) for call in calls}, around, "forward"):
-        try:
-            losses()
-        except (
-            HeadPruneError
-        ):  # the calls that were tried left something behind, such as a router's logits for its own loss
-            return set()
-    return local
 
 
 def _is_local(forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, token: int) -> bool:

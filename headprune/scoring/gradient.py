@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headprune.batches import Rows
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
 from headprune.inputs import doubled, gathered, model_device
@@ -158,7 +157,7 @@ def _differentiable(problem: Problem, gates: dict[str, Tensor]) -> Iterator[None
 
 def separate(problem: Problem) -> Batches:
     """The problem's batches; every example as a batch of its own, where examples of one batch cannot have gates of their own."""
-    return problem.batches if _independent(problem) else in_singles(problem)
+    return problem.batches if independent(problem) else in_singles(problem)
 
 
 def in_singles(problem: Problem) -> list[tuple[Any, int]]:
@@ -166,20 +165,25 @@ def in_singles(problem: Problem) -> list[tuple[Any, int]]:
     return [(row, 1) for batch, _ in problem.batches for row in problem.rows.singles(batch)]
 
 
-def _independent(problem: Problem) -> bool:
+def independent(problem: Problem) -> bool:
     """Whether each example's loss depends on its own gates alone, tried on a few examples.
 
     Not so behind a module that puts tokens before the batch.
     """
+
+    def rank(pair: tuple[Any, int]) -> tuple[int, int]:
+        lengths = problem.rows.lengths(pair[0])
+        return int(lengths.max() - lengths.min()), pair[1]
+
     # Where a model cuts padding out, rows are only uneven among examples of different length.
-    batch, size = max(problem.batches, key=lambda pair: (_length_range(problem.rows, pair[0]), pair[1]))
+    batch, size = max(problem.batches, key=rank)
     if size == 1:
         return True
-    few = unlike(problem.rows, batch, size)
+    few = problem.rows.unlike(batch)
     batch, size = problem.rows.take(batch, few), len(few)
     gates = _gates(problem, size)
     try:
-        if not examples_first(problem, batch, size):
+        if not problem.rows.lead(batch, partial(gate_shapes, problem)):
             return False
         with torch.enable_grad(), _differentiable(problem, gates):
             losses = problem.losses(batch)
@@ -191,18 +195,7 @@ def _independent(problem: Problem) -> bool:
     return not bool(each[~torch.eye(size, dtype=torch.bool)].any())
 
 
-def examples_first(problem: Problem, batch: Any, size: int) -> bool:
-    """Whether the rows that reach every gate are those of the examples, one after another.
-
-    Compares how many rows two and three examples have; gates alone would not show it where the loss reads only one token.
-    """
-    two, three = (_gate_shapes(problem, problem.rows.take(batch, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
-    return len(two) == len(three) and all(
-        a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
-    )
-
-
-def _gate_shapes(problem: Problem, batch: Any) -> list[torch.Size]:
+def gate_shapes(problem: Problem, batch: Any) -> list[torch.Size]:
     """The shapes of the tensors that reach the gates in a dense pass, in their order."""
     shapes: list[torch.Size] = []
 
@@ -214,24 +207,3 @@ def _gate_shapes(problem: Problem, batch: Any) -> list[torch.Size]:
     with torch.no_grad(), gated(problem.model, problem.layers, ones, dict.fromkeys(ones, note)):
         problem.losses(batch)
     return shapes
-
-
-def unlike(rows: Rows, batch: Any, size: int) -> list[int]:
-    """The numbers of up to three examples of a batch, of different length: a model may cut padding out."""
-    lengths = _lengths(rows, batch)
-    if lengths is None:
-        return list(range(min(size, 3)))
-    order = lengths.argsort().tolist()
-    return list(dict.fromkeys((order[-1], order[0], order[len(order) // 2])))
-
-
-def _length_range(rows: Rows, batch: Any) -> int:
-    """By how many tokens the examples of a batch differ in length."""
-    lengths = _lengths(rows, batch)
-    return 0 if lengths is None else int(lengths.max() - lengths.min())
-
-
-def _lengths(rows: Rows, batch: Any) -> Tensor | None:
-    """The tokens of every example, ``[examples]``; None without a mask."""
-    masks = rows.masks(batch)
-    return (masks[0] != 0).sum(1) if masks else None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from headprune.scoring.calls import (
     reading,
     starts_of,
 )
-from headprune.scoring.gradient import examples_first
+from headprune.scoring.gradient import gate_shapes
 
 _TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward
 _TRIED_LAYERS = 8  # of the first batch, evenly spread
@@ -73,8 +74,7 @@ class Replay:
         self.bytes_per_row = self.recordings = 0
         self.tokens: dict[str, int] = {}
         if problem.replays:
-            with torch.no_grad():
-                self._study()
+            self._study()
         else:
             self.notes.append(
                 "every head by a plain forward, since a replay did not give the same losses on some batch"
@@ -85,8 +85,7 @@ class Replay:
         """Which layers were replayed, for a report."""
         return self.notes or "every layer"
 
-    @contextmanager
-    def of(self, batch: Any, size: int, fill: Mapping[str, Fill] | None = None) -> Iterator[Recording]:
+    def of(self, batch: Any, size: int, fill: Mapping[str, Fill] | None = None) -> Recording:
         """Run the dense model on ``batch``, and keep the outputs that gates will not change.
 
         Args:
@@ -99,9 +98,9 @@ class Replay:
         many = names[:: max(1, len(names) // _TRIED_LAYERS)]
         doubtful = {names[self.recordings % len(names)]} if names and self.recordings else set(many)
         self.recordings += 1
-        with torch.no_grad():
-            yield Recording(self, batch, size, self.starts, doubtful, fill)
+        return Recording(self, batch, size, self.starts, doubtful, fill)
 
+    @torch.no_grad()
     def _study(self) -> None:
         """Find out which layers can be replayed, by trying."""
         batch, size = max(self.problem.batches, key=lambda pair: pair[1])
@@ -109,7 +108,7 @@ class Replay:
         few = take(batch, range(rows))
         try:
             two, three = (observe(self.problem, take(few, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
-            if not examples_first(self.problem, few, rows):
+            if not self.problem.rows.lead(few, partial(gate_shapes, self.problem)):
                 raise RowsError("Rows at the output projections are not the examples', one after another.")
             starts = {name: start for name, start in starts_of(self.problem, two, three).items() if start}
         except Exception as error:  # a model that takes only one batch size, for instance
@@ -181,6 +180,7 @@ class Recording:
         window: Layers whose replays can use the outputs that are kept now.
     """
 
+    @torch.no_grad()
     def __init__(
         self, replay: Replay, batch: Any, size: int, starts: Mapping[str, Start], doubtful: Collection[str] = (),
         fill: Mapping[str, Fill] | None = None,
@@ -192,6 +192,7 @@ class Recording:
         self._stacks = replay.stacks
         self.dense = self.record(next(iter(self.starts), ""))
 
+    @torch.no_grad()
     def losses(self, gates: Tensor) -> Tensor:
         """The loss of every example under every row of ``gates`` ``[rows, heads]``: ``[rows, examples]``, float64."""
         by_layer = {k: g for k, g in self.problem.split(gates).items() if bool((g != 1).any())}

@@ -209,11 +209,11 @@ def _grown(problem: Problem, replay: Replay, sample: AblationSample, sizes: Tens
 def _effects(problem: Problem, replay: Replay, batch: object, rows: list[int], heads: Tensor) -> Tensor:
     """Effects ``[rows, heads]`` of removing each of some heads; zeros for the others."""
     effects = torch.zeros(len(rows), problem.heads, dtype=torch.float64)
-    with replay.of(problem.rows.take(batch, rows), len(rows)) as recording:
-        counts = [int(own.sum()) for own in problem.split(heads).values()]
-        for layer in torch.split(heads.nonzero().flatten(), counts):
-            if own := layer.tolist():
-                gates = torch.ones(len(own), problem.heads)
-                gates[range(len(own)), own] = 0.0
-                effects[:, own] = (recording.losses(gates) - recording.dense).T
+    recording = replay.of(problem.rows.take(batch, rows), len(rows))
+    counts = [int(own.sum()) for own in problem.split(heads).values()]
+    for layer in torch.split(heads.nonzero().flatten(), counts):
+        if own := layer.tolist():
+            gates = torch.ones(len(own), problem.heads)
+            gates[range(len(own)), own] = 0.0
+            effects[:, own] = (recording.losses(gates) - recording.dense).T
     return effects

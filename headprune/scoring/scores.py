@@ -157,15 +157,8 @@ class HeadScores:
         def numbers(tensors: Mapping[str, Tensor]) -> dict[str, list[float | None]]:
             return {k: [None if v != v else v for v in t.tolist()] for k, t in tensors.items()}
 
-        data = {
-            "method": self.method,
-            "unit": self.unit,
-            "examples": self.examples,
-            "model": self.model,
-            "values": numbers(self.values),
-            "stderr": numbers(self.stderr),
-            "details": self.details,
-        }
+        data = {key: getattr(self, key) for key in ("method", "unit", "examples", "model")}
+        data |= {"values": numbers(self.values), "stderr": numbers(self.stderr), "details": self.details}
         if self.matrix is not None:
             data["matrix"] = [[float(f"{x:.7g}") for x in row] for row in self.matrix.tolist()]
         return data

@@ -18,7 +18,7 @@ The result need not be trusted: `headprune.prune` proves every removal.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.input_specs import build, of_config, recorded, with_own_dtype
 from headprune.inputs import Example, call, check_weights, does_not_run, model_device, move, usable
-from headprune.offload import hook_of, is_elsewhere, is_offloaded, renewed
+from headprune.offload import hook_of, is_offloaded, renewed
 from headprune.pruned import EmptyAttention, MultiheadAttention, convert, is_ours
 from headprune.running import quiet
 from headprune.trace.layers import read_layers
-from headprune.trace.meta import Materialised
+from headprune.trace.meta import materialised
 from headprune.trace.tracer import Tracer
 
 __all__ = ["example_for", "find_attention"]
@@ -110,14 +110,10 @@ def example_for(model: nn.Module) -> Example:
 
 def _trace(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
     """The layers of one traced forward, in which buffers may be differentiated, too."""
-    tracer = Tracer(model)
-    with ExitStack() as stack:
-        stack.enter_context(_differentiable(model, buffers))
-        stack.enter_context(tracer.watching())
-        if _has_no_numbers(model):
-            stack.enter_context(Materialised(tracer.note_materialised))
-        stack.enter_context(tracer)
-        tracer.note_leaks(call(model, example))
+    with materialised(model), _differentiable(model, buffers):
+        tracer = Tracer(model)
+        with tracer.watching(), tracer:
+            tracer.note_leaks(call(model, example))
     return read_layers(tracer)
 
 
@@ -133,15 +129,6 @@ def _check_stand_ins(model: nn.Module) -> None:
                 f"{name} ({type(module).__name__}) is replaced by a stand-in that shares its weights, and Accelerate keeps these elsewhere.",
                 "Give it a device in the device map, so that its weights stay there.",
             )
-
-
-def _has_no_numbers(model: nn.Module) -> bool:
-    """Whether some tensors are on the meta device, and no hook of accelerate loads them."""
-    return any(
-        t is not None and t.is_meta and not is_elsewhere(module, name)
-        for module in model.modules()
-        for name, t in (*module._parameters.items(), *module._buffers.items())
-    )
 
 
 @contextmanager

@@ -213,7 +213,8 @@ def _uncuttable(
         if hasattr(weight, "placements"):
             return f"the weight of {module} is spread over devices (tensor parallel): prune before distributing it"
     named = [(f"{module}.weight", weight) for module, weight in weights]
-    for name, tensor in (*named, *((t.name, _tensor_of(trace.model, t.name)) for t in tables)):
+    of_model: dict[str, Any] = {**dict(trace.model.named_parameters()), **dict(trace.model.named_buffers())}
+    for name, tensor in (*named, *((t.name, of_model[t.name]) for t in tables)):
         if not _can_be_cut(tensor):
             plain = type(tensor) in (Tensor, nn.Parameter)
             kind = str(tensor.dtype).removeprefix("torch.") if plain else type(tensor).__name__
@@ -222,12 +223,6 @@ def _uncuttable(
         if idle := _idle(trace, attention, part, "in" if part is output else "out"):
             return f"{idle} does not run, but would no longer fit (an adapter that is not active: merge or delete it first)"
     return ""
-
-
-def _tensor_of(model: nn.Module, name: str) -> Any:
-    """A model's parameter or buffer by its qualified name."""
-    module, _, own = name.rpartition(".")
-    return getattr(model.get_submodule(module), own)
 
 
 def _can_be_cut(weight: Tensor) -> bool:

@@ -95,10 +95,59 @@ class Reader:
         """
         rows = next((r for t, h, r in self.known if t is tensor and h == heads), None)
         if rows is None:
-            calls = [(self.calls[id(leaf)], leaf) for leaf in leaves_of(tensor) if id(leaf) in self.calls]
-            rows = self._features(tensor, heads, [((call.module, call.dim), leaf) for call, leaf in calls])
+            rows = {}
+            sources = [(self.calls[id(leaf)], leaf) for leaf in leaves_of(tensor) if id(leaf) in self.calls]
+            for h, call, gradient in self._gradients(tensor, heads, sources):
+                rows.setdefault(call.module, empty_sets(len(heads)))[h] |= call.features(gradient)
             self.known.append((tensor, heads, rows))
         return {module: [set(own) for own in features] for module, features in rows.items()}
+
+    def read(
+        self,
+        attention: AttentionCall,
+        tensor: Tensor,
+        heads: HeadSlices,
+        mixers: Mapping[str, Tensor] | None = None,
+        given: Mapping[str | int, Tensor] | None = None,
+    ) -> Rows:
+        """Record in ``attention`` what each head of its queries, keys, values or scores reads; returns the features of projections.
+
+        Beside these: parameters and buffers in which each head has entries of its own; norms over all heads, modules in the attention
+        whose output has the heads apart, though their input has not; and features of the attention module's arguments, if not
+        through a projection.
+
+        Args:
+            mixers: Outputs of modules that may be such norms.
+            given: The arguments.
+        """
+        rows = self.rows(tensor, heads)
+        merge(attention.rows, rows)
+        if len(heads) < 2 or not tensor.requires_grad:
+            return rows
+        nodes, projections = nodes_of(tensor), {call.module for call in self.calls.values()}
+        mixed = (mixers or {}) if any(map(alike, rows.values())) else {}
+        sources: list[tuple[tuple[str, str | int], Tensor]] = [
+            *((("table", self.names[id(t)]), t) for t in leaves_of(tensor) if id(t) in self.names and t.ndim),
+            *((("norm", n), t) for n, t in mixed.items() if n.startswith(attention.prefix) and n not in projections),
+            *(
+                (("argument", key), t)
+                for key, t in (given or {}).items()  # the output of a projection is cut at that projection
+                if t.grad_fn in nodes and not any(id(leaf) in self.calls for leaf in leaves_of(t))
+            ),
+        ]
+        uses, features = Uses(len(heads)), dict[tuple[str, str | int], list[set[int]]]()
+        for h, (kind, key), gradient in self._gradients(tensor, heads, sources):
+            if kind == "table":
+                uses.add(h, str(key), gradient)
+            else:
+                features.setdefault((kind, key), empty_sets(len(heads)))[h] |= nonzero(gradient)
+        uses.merge_into(attention.tables)
+        for (kind, key), own in features.items():
+            if kind == "argument":
+                merge(attention.arguments, {key: own})
+            elif all(own) and not alike(own):
+                attention.selections[str(key)] = own
+        return rows
 
     def _gradients(
         self, tensor: Tensor, heads: HeadSlices, sources: Sequence[tuple[Source, Tensor]]
@@ -112,59 +161,6 @@ class Reader:
             for (source, _), gradient in zip(sources, gradients, strict=True):
                 if gradient is not None:
                     yield h, source, gradient
-
-    def _features(
-        self, tensor: Tensor, heads: HeadSlices, sources: Sequence[tuple[tuple[Source, int], Tensor]]
-    ) -> dict[Source, list[set[int]]]:
-        """The features of each source that each head of ``tensor`` reads. A source has a key, and a dimension that its features lie along."""
-        features: dict[Source, list[set[int]]] = {}
-        for h, (key, dim), gradient in self._gradients(tensor, heads, sources):
-            features.setdefault(key, empty_sets(len(heads)))[h] |= nonzero(gradient.movedim(dim, -1))
-        return features
-
-    def note_selections(
-        self, attention: AttentionCall, tensor: Tensor, heads: HeadSlices, mixers: Mapping[str, Tensor]
-    ) -> None:
-        """Note norms over all heads: modules in the attention whose output has the heads apart, though their input has not.
-
-        Args:
-            mixers: Outputs of modules that may be such norms.
-        """
-        if len(heads) < 2 or not tensor.requires_grad:
-            return
-        projections = {call.module for call in self.calls.values()}
-        inside = [((n, -1), t) for n, t in mixers.items() if n.startswith(attention.prefix) and n not in projections]
-        if not inside or not any(map(alike, self.rows(tensor, heads).values())):
-            return
-        for name, rows in self._features(tensor, heads, inside).items():
-            if all(rows) and not alike(rows):
-                attention.selections[name] = rows
-
-    def note_tables(self, attention: AttentionCall, tensor: Tensor, heads: HeadSlices) -> None:
-        """Note parameters and buffers in which each head of ``tensor`` has entries of its own."""
-        if len(heads) < 2:
-            return
-        uses = Uses(len(heads))
-        leaves = leaves_of(tensor)
-        named = [(self.names[id(leaf)], leaf) for leaf in leaves if id(leaf) in self.names and leaf.ndim]
-        for h, name, gradient in self._gradients(tensor, heads, named):
-            uses.add(h, name, gradient)
-        uses.merge_into(attention.tables)
-
-    def note_arguments(
-        self, attention: AttentionCall, tensor: Tensor, heads: HeadSlices, given: Mapping[str | int, Tensor]
-    ) -> None:
-        """Note arguments of the attention module of which each head of ``tensor`` reads features, not through a projection."""
-        computed = {key: t for key, t in given.items() if t.grad_fn is not None}
-        if len(heads) < 2 or not computed or not tensor.requires_grad:
-            return
-        nodes = nodes_of(tensor)
-        sources = [
-            ((key, -1), t)
-            for key, t in computed.items()  # the output of a projection is cut at that projection
-            if t.grad_fn in nodes and not any(id(leaf) in self.calls for leaf in leaves_of(t))
-        ]
-        merge(attention.arguments, self._features(tensor, heads, sources))
 
     def columns_of(self, attention: AttentionCall, source: Tensor, dim: int = -1) -> list[set[int]]:
         """The features of ``source`` along ``dim`` that each head's result reaches."""

@@ -26,7 +26,6 @@ from headprune.trace.record import (
     is_matrix,
     leaves_of,
     memory,
-    merge,
 )
 
 # Autograd's names of operations that change no number.
@@ -69,13 +68,6 @@ class Tracer(TorchFunctionMode):
                     self.owner.setdefault(memory(parameter), []).append(name)
         self.loads = is_offloaded(model)
         self.reader = Reader(self.calls, self.tensors)
-
-    def note_materialised(self, meta: Tensor, real: Tensor, stays: bool) -> None:
-        """Record that ``real`` replaces a meta tensor: it gets its name, and a view of it (``weight.T``) its module."""
-        if stays and id(meta) in self.tensors:
-            self.tensors[id(real)] = self.tensors[id(meta)]
-        if (owners := self.owner.get(memory(meta))) is not None:
-            self.owner[memory(real)] = owners
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -238,21 +230,14 @@ class Tracer(TorchFunctionMode):
         each = [own.take(value.detach(), h) for h in range(len(own))]
         attention.same_values = [next(i for i, one in enumerate(each) if torch.equal(one, part)) for part in each]
         if mask is not None and mask.requires_grad and mask.ndim == query.ndim and mask.shape[1] == query.shape[1]:
-            merge(attention.rows, self.reader.rows(mask, heads))
-            self.reader.note_tables(attention, mask, heads)
+            self.reader.read(attention, mask, heads)
         self._note_sources(attention, query, key)
         return result.clone()
 
     def _read(self, attention: AttentionCall, tensor: Tensor, heads: HeadSlices, *, are_values: bool = False) -> Rows:
         """Note what each head of the queries, keys, values or scores depends on; returns the features of projections."""
-        rows = self.reader.rows(tensor, heads)
-        merge(attention.rows, rows)
-        if not are_values:
-            mixed = {name: record.mixed for name, record in self.records.items() if record.mixed is not None}
-            self.reader.note_selections(attention, tensor, heads, mixed)
-        self.reader.note_tables(attention, tensor, heads)
-        self.reader.note_arguments(attention, tensor, heads, self.records[attention.module].biases)
-        return rows
+        mixed = {n: r.mixed for n, r in self.records.items() if r.mixed is not None and not are_values}
+        return self.reader.read(attention, tensor, heads, mixed, self.records[attention.module].biases)
 
     def _on_hidden(self, args: Any, kwargs: Any) -> None:
         """Attention inside torch's own function, where nothing can be seen: record at least that it is there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,20 @@ class Wrapped(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         return self.inner(**inputs)
+
+
+class OwnLoss(Wrapped):
+    """A loss of the model's own, by a function of logits, labels and inputs."""
+
+    def __init__(self, inner: nn.Module, loss: Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]) -> None:
+        super().__init__(inner)
+        self.loss = loss
+
+    def forward(self, labels: Tensor | None = None, **inputs: Any) -> Any:
+        out = self.inner(**inputs)
+        if labels is not None:
+            out.loss = self.loss(out.logits, labels, inputs)
+        return out
 
 
 class Labelless(Wrapped):

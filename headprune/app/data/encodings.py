@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headprune.app.data.encoder import Encoder, Encoding, Feature, Row
 from headprune.app.options import Task
 from headprune.batches import Rows
-from headprune.conventions import logits_in
+from headprune.conventions import SAME, logits_in
 from headprune.divergence import IGNORED, gives_several, regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, model_device
@@ -189,8 +189,7 @@ def prepare_causal(encoder: Encoder) -> str:
                 "would mean nothing.",
                 "Use --task masked-lm, if it is a masked language model (or is_decoder in its config).",
             )
-        convention = find_label_use(model, [example], Rows()).convention
-    encoder.shifted = convention is not None and convention.ahead == 0
+        encoder.shifted = find_label_use(model, [example], Rows()).convention == SAME
     return "This model's own loss does not shift labels: they are the next tokens." if encoder.shifted else ""
 
 
