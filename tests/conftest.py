@@ -21,8 +21,7 @@ import transformers as tf
 from hypothesis import settings
 
 from headprune import latency, timing
-from headprune.app.workflow import pruning
-from headprune.app.workflow.timing import time_parts
+from headprune.app.workflow import results
 from tests.support.commands import run
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.interrupted import Processes
@@ -35,7 +34,8 @@ settings.load_profile("headprune")
 torch.set_num_threads(1)  # pytest-xdist runs two workers on two cores
 latency.MIN_SECONDS, latency.bench = 0.02, partial(latency.bench, min_runs=5)  # tests of timing say how long themselves
 timing.MIN_PASSES = 1
-pruning.time_parts = lambda model, layers, shapes, *more: time_parts(
+time_parts = results.time_parts
+results.time_parts = lambda model, layers, shapes, *more: time_parts(
     model, layers, shapes[:1], *more
 )  # one is enough here
 os.fsync = lambda _: None  # no machine loses its power here

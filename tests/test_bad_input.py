@@ -124,7 +124,7 @@ def test_what_only_the_model_tells(
     def begin(*_: object, **__: object) -> None:
         raise AssertionError("the long work began")
 
-    for step in ("app.workflow.scoring.score", "app.workflow.results.evaluate", "plan_search.arrange"):
+    for step in ("app.workflow.pruning.score", "app.workflow.results.evaluate", "plan_search.arrange"):
         monkeypatch.setattr(f"headprune.{step}", begin)
     check(row, here, bert=bert_folder, llama=llama_folder, data=data_folder, files=files)
 

@@ -198,7 +198,7 @@ def test_what_stopped_a_run_is_said(
     def stopped(*_: object, **__: object) -> None:
         raise hp.errors.Stopped(status) if status else KeyboardInterrupt
 
-    monkeypatch.setattr("headprune.app.workflow.scoring.score", stopped)
+    monkeypatch.setattr("headprune.app.workflow.pruning.score", stopped)
     assert f"headprune: {says}" in run("score", bert_folder, "-d", data_folder, code=status or 130).stderr
     assert not list(here.rglob("*"))
 

@@ -152,42 +152,6 @@ def test_the_steps_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
-def test_batches_hold_examples_of_like_length(tmp_path: Path) -> None:
-    """And which ones they hold depends on the seed."""
-    dense, pruned, _ = pair(bert())
-    lengths = torch.Generator().manual_seed(5)
-    features = []
-    for i, n in enumerate(torch.randint(2, 8, (64,), generator=lengths).tolist()):
-        ids = torch.randint(3, 90, (n,), generator=lengths)
-        features.append({"input_ids": ids, "labels": torch.tensor(i % 2)})
-    shapes: list[tuple[int, int]] = []
-
-    def collate(chosen: Any) -> Batch:
-        ids = nn.utils.rnn.pad_sequence([f["input_ids"] for f in chosen], batch_first=True)
-        shapes.append((len(chosen), ids.shape[1]))
-        labels = torch.stack([f["labels"] for f in chosen])
-        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
-
-    def shapes_of(seed: int) -> list[tuple[int, int]]:
-        part = Part("train", "train", list(range(64)), features, collate, 4)
-        shapes.clear()
-        finetune(
-            pruned,
-            dense,
-            part,
-            Part("choose", "train", [0], features[:1], collate, 4),
-            FinetuneOptions(seed=seed),
-            tmp_path,
-        )
-        return shapes[2:-1]  # the choosing part before and after, and one batch to look at
-
-    first = shapes_of(0)
-    assert sum(rows for rows, _ in first) == 64
-    assert sum(len(f["input_ids"]) for f in features) > 0.85 * sum(rows * width for rows, width in first)
-    (tmp_path / "other").mkdir()
-    assert shapes_of(1) != first
-
-
 def scripted(monkeypatch: pytest.MonkeyPatch, values: list[tuple[float, float]]) -> list[str]:
     """Evaluations that find these accuracies and losses; what the model was at each."""
     seen: list[str] = []
@@ -226,9 +190,8 @@ def test_the_best_epoch_is_kept(
     assert [h["epoch"] for h in training.history] == list(range(epochs + 1))
 
 
-@pytest.mark.usefixtures("saved_every_step")
 def test_half_precision(tmp_path: Path) -> None:
-    """Weights in bfloat16 learn as those in float32 do (their steps add up in float32), and an interruption changes nothing."""
+    """Weights in bfloat16 learn as those in float32 do: their steps add up in float32."""
     dense, pruned, train, _ = setting(4)
     options = FinetuneOptions(epochs=5, learning_rate=1e-4, mixture=Mixture(1.0, 2.0, True), patience=9)
     _, exact = tuned(without_dropout(pruned), dense, train, train, tmp_path / "float32", options)
@@ -237,11 +200,6 @@ def test_half_precision(tmp_path: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     first, last = (exact.history[i]["loss"] for i in (0, -1))
     assert training.history[-1]["loss"] - last == pytest.approx(0, abs=0.4 * abs(first - last))
-    with pytest.raises(Interrupted):
-        tuned(*work, tmp_path / "again", options, progress=stopping_at(7))
-    again, resumed = tuned(*work, tmp_path / "again", options)
-    assert resumed.resumed == 6
-    assert fingerprint(again) == fingerprint(model)
     with pytest.raises(hp.HeadPruneError, match="float16"):
         tuned(pruned.half(), dense, train, train, tmp_path)
 

@@ -149,7 +149,8 @@ def test_images_are_read_when_they_are_needed(here: Path) -> None:
 
 KILLED = """
 import os, signal
-import headprune.app.finetune as f
+from headprune import cli
+from headprune.app import finetune as f
 f.SAVE_SECONDS, f._SAVE_SHARE = 0.0, float("inf")  # a checkpoint after every step
 original = f._Trainer.save_model
 
@@ -159,8 +160,7 @@ def stop(self, *arguments, **more):
         os.kill(os.getpid(), signal.SIGKILL)
 
 f._Trainer.save_model = stop
-from headprune.cli import main
-main()
+cli.main()
 """
 
 

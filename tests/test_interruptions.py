@@ -154,7 +154,7 @@ def here(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brief: Non
 QUICK = ["prune", "m", "-d", "d", "-k", "2", "-s", "one-shot", "-m", "weight-norm"]
 
 
-TIMING, SCORING = "headprune.app.workflow.pruning.time_models", "headprune.app.workflow.scoring.score"
+TIMING, SCORING = "headprune.app.workflow.results.time_models", "headprune.app.workflow.pruning.score"
 
 
 def failing(error: BaseException) -> Callable[..., Any]:
@@ -291,7 +291,7 @@ def test_nothing_is_said_to_have_changed_where_nothing_was_finished(
 ) -> None:
     gradient = [*SCORE[:-1], "gradient"]
     with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.workflow.scoring.write_heads", interrupt)
+        patch.setattr("headprune.app.workflow.pruning.write_heads", interrupt)
         run(*gradient, code=130)
     parts = [p for p in (here / "reports" / "m-1" / ".unfinished").glob("*-*/*") if p.is_file()]
     assert {p.suffix for p in parts} == {".part"}

@@ -171,9 +171,9 @@ METHODS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("size", [2, 3])
 def test_scores_are_those_of_one_process_to_the_bit(processes: Processes, tmp_path: Path, size: int) -> None:
     """Also where there are fewer batches than ranks, which are shared by layers then; by time they are alike on all ranks."""
-    one = numbers(shared.scored_by(METHODS))
+    one = numbers(shared.scored(METHODS))
     by_time = ("ablation", {"seconds": 0.05, "keep": 4})
-    results = processes.call(tmp_path, size, "tests.support.shared:scored_by", methods=[*METHODS, by_time])
+    results = processes.call(tmp_path, size, "tests.support.shared:scored", methods=[*METHODS, by_time])
     for *scores, timed in results:
         assert numbers(scores) == one
         assert numbers(timed) == numbers(results[0][-1])
@@ -183,14 +183,14 @@ def test_scores_are_those_of_one_process_to_the_bit(processes: Processes, tmp_pa
 @pytest.mark.parametrize(("size", "count"), [(1, 5), (2, 2), (3, 5)])
 def test_a_killed_rank_and_another_number_of_them(processes: Processes, tmp_path: Path, size: int, count: int) -> None:
     """What three ranks had finished when one was killed is used by however many come after."""
-    one = numbers(shared.scored("ablation", count=count))
-    given = {"method": "ablation", "count": count, "work": str(tmp_path / "work")}
+    one = numbers(shared.scores_by("ablation", count=count))
+    given = {"methods": [("ablation", {"count": count, "work": str(tmp_path / "work")})]}
     call = {"cwd": str(tmp_path), "size": 3, "call": "tests.support.shared:scored", "given": given}
     done = processes.run({**call, "rank": 2, "stop": 2 if count == 2 else 1})
     assert [d["status"] for d in done] in ([70, -9, 70], [70, 70, -9])
     assert all("is gone, so the others cannot continue." in d["stderr"] for d in done if d["status"] == 70)
     assert list((tmp_path / "work").rglob("*.part"))
-    for scores in processes.call(tmp_path, size, "tests.support.shared:scored", **given):
+    for (scores,) in processes.call(tmp_path, size, "tests.support.shared:scored", **given):
         assert numbers(scores) == one
 
 

@@ -86,10 +86,6 @@ def test_other_models_data_seeds_and_options_are_never_mixed_in(tmp_path: Path) 
     assert "continuing with" in said[0]  # how much memory there is changes no number
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
 def flipped(path: Path) -> None:
     """A part is numbers, and every bit of theirs makes another number: only a checksum tells."""
     content = bytearray(path.read_bytes())
@@ -103,7 +99,7 @@ def of_another(path: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize("damage", [cut, flipped, of_another, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("damage", [flipped, of_another, lambda path: path.write_bytes(path.read_bytes()[:-7])])
 def test_damaged_parts_are_made_again(damage: Any, tmp_path: Path) -> None:
     model, batches = setting()
     whole = hp.score(model, batches, "ablation", work=tmp_path)

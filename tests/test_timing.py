@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import headprune as hp
 from headprune import decoding, latency, timing
-from headprune.app.workflow.timing import time_parts
+from headprune.app.workflow.results import time_parts
 from headprune.timing import ATTENTION, ENDS, FEED_FORWARD, LAUNCH, PARTS, PROJECTIONS, REST
 from tests.support.commands import Silent
 from tests.support.zoo import ZOO, bert, gpt2, llama, mha, t5, text
@@ -276,7 +276,7 @@ def test_a_disturbed_breakdown_is_measured_again(
         total = next(left)
         return hp.Breakdown(2, 5, total, dict.fromkeys(PARTS, total / len(PARTS)), (), tuple(layers))
 
-    monkeypatch.setattr("headprune.app.workflow.timing.breakdown", measured)
+    monkeypatch.setattr("headprune.app.workflow.results.breakdown", measured)
     rows = [hp.LatencyRow(2, 5, {"dense": hp.Timing(0.71, 0.9, 20, 0.7, 0.72)}, {})]
     (row,) = time_parts(model, layers, [(2, 5, example)], {}, rows, Silent())
     assert row.total == kept

@@ -9,15 +9,8 @@ from pathlib import Path
 import torch
 
 from headprune import checkpoint
-from headprune.app import runs
+from headprune.app import documents, runs
 from headprune.app.data import load_parts, load_train
-from headprune.app.documents import (
-    Cut,
-    FinetuneRecord,
-    Measured,
-    Run,
-    TrainingOptions,
-)
 from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import load_model
 from headprune.app.options import DataOptions, FinetuneOptions, Options
@@ -59,7 +52,7 @@ class FinetuneRun:
     resume: bool = True
 
 
-def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, FinetuneRecord]:
+def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents.FinetuneRecord]:
     """Train, measure on the reporting part, and write the model with ``finetune.json`` and ``finetune.md``.
 
     Returns:
@@ -81,7 +74,7 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, FinetuneR
 
     with claimed(choose, key, runs.command_line(), resume=config.resume, say=console.say) as folder:
         _run(config, folder, console)
-        return output, FinetuneRecord.read(output / DOCUMENT)
+        return output, documents.FinetuneRecord.read(output / DOCUMENT)
 
 
 def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
@@ -116,7 +109,7 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
         with console.track(f"measuring the {name} model") as progress:
             measured[name] = evaluate(model, parts.report.batches(), progress=progress)
     pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
-    record = FinetuneRecord(
+    record = documents.FinetuneRecord(
         command=runs.command_line(),
         when=runs.now(),
         environment=runs.environment(str(model_device(pruned))),
@@ -124,13 +117,15 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
         teacher=scene.loaded.source,
         task=scene.loaded.task.name,
         metric=metric,
-        options=TrainingOptions(**vars(config.training), dtype=options.loading.dtype, train_limit=config.train_limit),
+        options=documents.TrainingOptions(
+            **vars(config.training), dtype=options.loading.dtype, train_limit=config.train_limit
+        ),
         data=options.data,
-        parts=Cut.of(parts, train),
+        parts=documents.Cut.of(parts, train),
         notes=(*parts.notes, *notes, *filter(None, [saved.note])),
         seconds=round(time.monotonic() - began, 1),
         training=training,
-        models={name: Measured.of(each, metric) for name, each in measured.items()},
+        models={name: documents.Measured.of(each, metric) for name, each in measured.items()},
         changes={name: compare(measured[a], measured[b], metric) for name, (a, b) in pairs.items()},
     )
 
@@ -143,13 +138,13 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
     current().first("writing the run", write)
 
 
-def run_of(source: Path) -> Run | None:
+def run_of(source: Path) -> documents.Run | None:
     """The run that a checkpoint lies in, if it does."""
     folder = RunFolder(source.resolve().parent)
     return folder.read_run() if folder.run_path.is_file() else None
 
 
-def _open_dense(options: Options, run: Run | None, console: Console) -> Scene:
+def _open_dense(options: Options, run: documents.Run | None, console: Console) -> Scene:
     """The data, and the model before pruning, which teaches, and which the others are compared with.
 
     Raises:
@@ -175,13 +170,13 @@ def _open_dense(options: Options, run: Run | None, console: Console) -> Scene:
     return scene
 
 
-def _check_unseen(scene: Scene, source: Path, run: Run | None) -> list[str]:
+def _check_unseen(scene: Scene, source: Path, run: documents.Run | None) -> list[str]:
     """Refuse to report examples that scored or chose the heads, or that the model was trained on; a note where that is not known.
 
     Raises:
         HeadPruneError: Some of them would be, or the data has changed.
     """
-    now, data = Cut.of(scene.parts), scene.options.data
+    now, data = documents.Cut.of(scene.parts), scene.options.data
     trained = _trained_on(source, run)
     if trained is not None and not trained[0].same(now) and _same_data(trained[1], data):
         flags = _flags(trained[1], data)
@@ -195,7 +190,9 @@ def _check_unseen(scene: Scene, source: Path, run: Run | None) -> list[str]:
     before, same, changed = run.options.data, _same_data(run.options.data, data), ""
     try:
         then = load_parts(before, scene.loaded)
-        changed = "" if run.parts.same(Cut.of(then)) else f"{before.dataset} has changed since the model was pruned"
+        changed = (
+            "" if run.parts.same(documents.Cut.of(then)) else f"{before.dataset} has changed since the model was pruned"
+        )
     except HeadPruneError as error:
         if same:
             raise
@@ -224,10 +221,10 @@ def _flags(before: DataOptions, now: DataOptions) -> str:
     return " and ".join(changed_options(before, now)) or "these options"
 
 
-def _trained_on(source: Path, run: Run | None) -> tuple[Cut, DataOptions] | None:
+def _trained_on(source: Path, run: documents.Run | None) -> tuple[documents.Cut, DataOptions] | None:
     """How the data was cut when a model was fine-tuned, by `finetune` or by `prune --finetune`; None if it was not."""
     if (source / DOCUMENT).is_file():
-        record = FinetuneRecord.read(source / DOCUMENT)
+        record = documents.FinetuneRecord.read(source / DOCUMENT)
         return record.parts, record.data
     metrics = RunFolder(source.resolve().parent).read_metrics() if run is not None else None
     if run is not None and metrics and any(b.checkpoint == source.name and b.finetune for b in metrics.budgets):

@@ -171,7 +171,7 @@ def _bench_models(
     from headprune import documents, latency
     from headprune.app.models import check_length, dummy_input, load_model
     from headprune.app.sources import check_source
-    from headprune.app.workflow import timing
+    from headprune.app.workflow import results
     from headprune.trace import find_attention
 
     for model in (dense, pruned):
@@ -191,10 +191,10 @@ def _bench_models(
     parts: Sequence[Any] = ()
     try:
         layers = find_attention(first.model, dummy_input(first, 2, min(used) or 1))
-        parts = timing.time_parts(first.model, layers, inputs, {}, rows, console)
+        parts = results.time_parts(first.model, layers, inputs, {}, rows, console)
     except HeadPruneError as error:  # such as a model without attention: its latency is known all the same
         console.say(f"Where the time goes is not known: {error.args[0]}")
-    generation = timing.time_generation(models, inputs[: len(sizes)], console)
+    generation = results.time_generation(models, inputs[: len(sizes)], console)
     before, after = (latency.parameters(loaded.model) for loaded in (first, second))
     tables.print_times(console, rows, parts, generation)
     console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")

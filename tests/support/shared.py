@@ -41,20 +41,19 @@ def threads_left() -> list[str]:
     return [name for file in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := file.read_text())]
 
 
-def scored(method: str, count: int = 5, work: str = "", **settings: Any) -> dict[str, Any]:
+def scores_by(method: str, count: int = 5, work: str = "", **settings: Any) -> dict[str, Any]:
     """Scores of the small model on its first batches."""
     model, batches = small()
-    with launcher_ranks():
-        scores = hp.score(
-            model, batches[:count], method, seed=3, settings=Settings(**settings), work=Path(work) if work else None
-        )
+    scores = hp.score(
+        model, batches[:count], method, seed=3, settings=Settings(**settings), work=Path(work) if work else None
+    )
     return scores.to_json()
 
 
-def scored_by(methods: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Scores of the small model by methods with their settings."""
+def scored(methods: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Scores of the small model by methods, each with its settings, by ranks."""
     with launcher_ranks():
-        return [scored(method, **settings) for method, settings in methods]
+        return [scores_by(method, **settings) for method, settings in methods]
 
 
 def pruned(strategy: str = "auto", effort: str = "normal") -> dict[str, Any]:

@@ -5,9 +5,8 @@ The result of each step is stored at once, so that an interrupted run can contin
 
 from headprune.app.options import Options
 from headprune.app.workflow.cost import cost_of_pruning, cost_of_scores
-from headprune.app.workflow.pruning import open_to_prune, plan_run, prune_run
+from headprune.app.workflow.pruning import open_to_prune, plan_run, prune_run, score_run
 from headprune.app.workflow.scene import Console, Scene, open_scene
-from headprune.app.workflow.scoring import score_run
 from headprune.app.workflow.search import PruneConfig
 
 __all__ = [

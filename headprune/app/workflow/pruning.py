@@ -1,4 +1,4 @@
-"""What `headprune prune` does: score, search, carry out every plan, time the models, publish the run folder."""
+"""What `headprune score` and `headprune prune` do: score; search, carry out every plan, time the models; publish the run folder."""
 
 from __future__ import annotations
 
@@ -12,31 +12,127 @@ from typing import Any
 from torch import nn
 
 from headprune import latency
-from headprune.app import report, runs
+from headprune.app import documents, report, runs
 from headprune.app.data import Part, load_also
-from headprune.app.documents import AlsoData, BudgetResult, Dense, Environment, Examples, Measured, Metrics, Point, Run
+from headprune.app.options import Options
 from headprune.app.runs import RunFolder
-from headprune.app.workflow.cost import announce, cost_of_pruning
-from headprune.app.workflow.results import PruneContext, carry_out, guessing
+from headprune.app.seeing import look
+from headprune.app.workflow import results, search
+from headprune.app.workflow.cost import announce, cost_of_pruning, cost_of_scores
 from headprune.app.workflow.saving import dense_weights, publish, store_of, was_published
 from headprune.app.workflow.scene import Console, Scene, check_same, inputs, open_scene
-from headprune.app.workflow.scoring import run_after, run_document, score_all, write_heads
-from headprune.app.workflow.search import (
-    PruneConfig,
-    check_search,
-    curves,
-    random_orders,
-    search_or_plan,
-    trade_off,
-    trials_of,
-)
-from headprune.app.workflow.timing import export_models, time_exports, time_generation, time_models, time_parts
+from headprune.app.workflow.search import PruneConfig
 from headprune.errors import HeadPruneError, first_line
 from headprune.exporting import format_named
+from headprune.fingerprint import config_hash, fingerprint, processor_hash
 from headprune.inputs import model_device
 from headprune.parallel import current
 from headprune.plan_search import SearchResult
-from headprune.scoring import HeadScores, save_scores
+from headprune.scoring import HeadScores, save_scores, score
+from headprune.scoring.base import Settings, method_and_settings
+from headprune.store import Store
+
+
+def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Scene, list[HeadScores]]:
+    """Score a model by each of the options' methods and write the run folder."""
+    started, methods = time.monotonic(), options.methods
+    scene = open_scene(options, console, labelled=None)
+    run = run_document(scene, methods, folder)
+    announce(console, lambda: cost_of_scores(scene))
+    scores, before = score_all(scene, methods, folder, console)
+
+    def write() -> None:
+        content = RunFolder(folder.unfinished / "content")
+        shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
+        save_scores(content.scores_path, scores)
+        write_heads(scene, store_of(folder, "score", scene, say=lambda _: None), content, console)
+        content.write_run(replace(run, seconds=(round(before + time.monotonic() - started, 1),)))
+        publish(folder, content)
+
+    current().first("writing the run", write)
+    return scene, scores
+
+
+def score_all(
+    scene: Scene, methods: Sequence[str], folder: RunFolder, console: Console
+) -> tuple[list[HeadScores], float]:
+    """The scores by every method, and the seconds that interrupted runs took of them."""
+    if not methods:
+        return [], 0.0
+    batches = list(scene.parts.score.batches())
+    options, base = scene.options, Settings(keep=scene.options.keep)
+    store = store_of(folder, "score", scene, say=console.say)
+
+    def score_by(text: str) -> HeadScores:
+        began = time.monotonic()
+        name, settings = method_and_settings(text, base)
+        with console.track(f"scoring by {name}") as progress:
+            s = score(
+                scene.model, batches, name, layers=scene.layers, seed=options.seed, progress=progress,
+                distil=options.distil, settings=settings, work=folder.store(console.say),
+            )  # fmt: skip
+        s.details["seconds"] = round(time.monotonic() - began, 2)
+        return HeadScores.from_json(s.to_json(), scene.maskable)  # as `prune` will read it
+
+    return [store.get(text, partial(score_by, text)) for text in methods], store.seconds
+
+
+def write_heads(scene: Scene, store: Store, content: RunFolder, console: Console) -> None:
+    """Look what the heads do, and write heads.json; a model whose weights cannot be seen has none."""
+
+    def make() -> documents.Heads:
+        with console.track("looking at what the heads do"):
+            return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed)
+
+    try:
+        store.get("heads", make).write(content.heads_path)
+    except HeadPruneError as error:
+        console.say(f"What the heads do cannot be shown: {error.args[0]}")
+
+
+def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> documents.Run:
+    """What run.json says, but for the time that it took; made before the long work, so that it is known to be writable."""
+    attention = getattr(scene.model.config, "_attn_implementation", None)
+    parameter = next(scene.model.parameters())
+    return documents.Run(
+        commands=(runs.command_line(),),
+        when=runs.now(),
+        seconds=(),
+        options=scene.options,
+        methods=tuple(method_and_settings(text)[0] for text in methods),
+        environment=runs.environment(str(model_device(scene.model))),
+        **_cut_of(scene),
+        model=documents.ModelFacts(
+            class_name=type(scene.model).__name__,
+            task=scene.loaded.task.name,
+            metric=scene.metric,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            attention=attention if isinstance(attention, str) else None,
+            parameters=latency.parameters(scene.model),
+            fingerprint=fingerprint(scene.model),
+            config=config_hash(scene.model),
+            processor=processor_hash(scene.loaded.processor),
+            heads=sum(layer.num_heads for layer in scene.layers),
+            layers=tuple(map(documents.LayerFacts.of, scene.layers)),
+        ),
+        folder=str(folder.path),
+    )
+
+
+def run_after(run: documents.Run, scene: Scene, folder: RunFolder) -> documents.Run:
+    """A scoring run's document where another run prunes by its scores: the data beside the scored part may be other data."""
+    scored = run.options
+    options = replace(scene.options, methods=scored.methods, distil=scored.distil, keep=scored.keep)
+    commands = (run.commands[0], runs.command_line())
+    return replace(run, options=options, **_cut_of(scene), commands=commands, folder=str(folder.path))
+
+
+def _cut_of(scene: Scene) -> dict[str, Any]:
+    """What a run's document says of the data."""
+    return {"parts": documents.Cut.of(scene.parts), "columns": scene.parts.columns, "notes": tuple(scene.parts.notes)}
+
+
+# -- prune -------------------------------------------------------------------------------------------
 
 
 def plan_run(config: PruneConfig, console: Console) -> tuple[list[HeadScores], SearchResult]:
@@ -50,7 +146,9 @@ def plan_run(config: PruneConfig, console: Console) -> tuple[list[HeadScores], S
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
-    return scores, search_or_plan(scene, config, config.candidates(scores), trials_of(scene, config), console)
+    return scores, search.search_or_plan(
+        scene, config, config.candidates(scores), search.trials_of(scene, config), console
+    )
 
 
 def open_to_prune(config: PruneConfig, scores: Sequence[HeadScores], console: Console) -> Scene:
@@ -67,14 +165,14 @@ def open_to_prune(config: PruneConfig, scores: Sequence[HeadScores], console: Co
     scene = replace(scene, parts=load_also(config.options.data, scene.loaded, scene.parts))
     for part in scene.parts.also:
         console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
-    check_search(config, scene)
+    search.check_search(config, scene)
     if config.source is not None:
         for note in check_same(scene, scores, config.source):
             console.say(note)
     return scene
 
 
-def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> Metrics:
+def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> documents.Metrics:
     """Prune to each budget, measure again, save the plans and the checkpoints, write the report; what metrics.json says.
 
     Args:
@@ -104,16 +202,18 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> Metri
     content = RunFolder(store.folder / "content")
     result_name = f"{store.folder.name} {[*also, *config.exports]}"
     if current().first("published before", lambda: was_published(folder, result_name) and not content.path.exists()):
-        return Metrics.read(folder.metrics_path)  # this command was killed while it moved its files
-    context = PruneContext(config, scene, trials_of(scene, config, store), store, content, console)
+        return documents.Metrics.read(folder.metrics_path)  # this command was killed while it moved its files
+    context = results.PruneContext(config, scene, search.trials_of(scene, config, store), store, content, console)
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
     result = _search(context, candidates, environment)
-    controls = random_orders(scene, config, result.fits)
+    controls = search.random_orders(scene, config, result.fits)
     for note in dict.fromkeys(note for fit in result.fits for note in fit.plan.notes):
         console.say(note)
-    curve = trade_off(curves(config, result, context.trials), controls, result.fits, context.trials, console)
-    results = [carry_out(fit, controls, context) for fit in result.fits]
-    metrics = _metrics(context, result, environment, curve, results)
+    curve = search.trade_off(
+        search.curves(config, result, context.trials), controls, result.fits, context.trials, console
+    )
+    pruned_models = [results.carry_out(fit, controls, context) for fit in result.fits]
+    metrics = _metrics(context, result, environment, curve, pruned_models)
 
     def write() -> None:
         seconds = round(seconds_scoring + store.seconds + time.monotonic() - started, 1)
@@ -126,7 +226,11 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> Metri
 
 
 def _write(
-    context: PruneContext, scores: Sequence[HeadScores], result: SearchResult, metrics: Metrics, run: Run
+    context: results.PruneContext,
+    scores: Sequence[HeadScores],
+    result: SearchResult,
+    metrics: documents.Metrics,
+    run: documents.Run,
 ) -> None:
     """Write the documents of a run, all but its report, beside its checkpoints."""
     source, content = context.config.source, context.content
@@ -145,68 +249,76 @@ def _write(
     report.write_cards(content)
 
 
-def _search(context: PruneContext, scores: Sequence[HeadScores], environment: Environment) -> SearchResult:
+def _search(
+    context: results.PruneContext, scores: Sequence[HeadScores], environment: documents.Environment
+) -> SearchResult:
     """The search, as it was when it first ended: what was timed is not timed again, but on another machine."""
     config = context.config
 
-    def search() -> SearchResult:
-        result = search_or_plan(context.scene, config, scores, context.trials, context.console)
+    def find() -> SearchResult:
+        result = search.search_or_plan(context.scene, config, scores, context.trials, context.console)
         fits = {fit.plan.asked: fit for fit in result.fits}  # "50%" and "36" may be the same
         return replace(result, fits=tuple(fits.values()))
 
     timed = any(budget.timed for budget in config.search.budgets)
-    return context.store.get(f"search {environment}" if timed else "search", search)
+    return context.store.get(f"search {environment}" if timed else "search", find)
 
 
 def _metrics(
-    context: PruneContext,
+    context: results.PruneContext,
     result: SearchResult,
-    environment: Environment,
-    curve: Sequence[Point],
-    results: Sequence[tuple[BudgetResult, nn.Module]],
-) -> Metrics:
+    environment: documents.Environment,
+    curve: Sequence[documents.Point],
+    pruned_models: Sequence[tuple[documents.BudgetResult, nn.Module]],
+) -> documents.Metrics:
     """What metrics.json says, with the times and the exports, which are made here."""
     scene, metric = context.scene, context.scene.metric
     weights, dtype = dense_weights(scene)
 
-    def measure(part: Part | None = None) -> Measured:
-        return Measured.of(context.measure("dense", scene.model, part), metric)
+    def measure(part: Part | None = None) -> documents.Measured:
+        return documents.Measured.of(context.measure("dense", scene.model, part), metric)
 
-    metrics = Metrics(
+    metrics = documents.Metrics(
         metric=metric,
         environment=environment,
         planning=context.config.planning(result),
-        dense=Dense(
+        dense=documents.Dense(
             **vars(measure()),
             parameters=latency.parameters(scene.model),
             flops=latency.flops(scene.model, scene.typical_input()),
-            guessing=guessing(scene),
+            guessing=results.guessing(scene),
             weights=weights,
             dtype=dtype,
         ),
-        budgets=tuple(budget for budget, _ in results),
+        budgets=tuple(budget for budget, _ in pruned_models),
         curve=tuple(curve),
-        also=tuple(AlsoData(name=p.name, data=Examples.of(p), dense=measure(p)) for p in scene.parts.also),
-        **_times(context, environment, results),
+        also=tuple(
+            documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also
+        ),
+        **_times(context, environment, pruned_models),
     )
 
-    def export() -> Metrics:
-        models = export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))
-        return replace(metrics, exports=models, engines=time_exports(context, models, environment))
+    def export() -> documents.Metrics:
+        models = results.export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))
+        return replace(metrics, exports=models, engines=results.time_exports(context, models, environment))
 
     return current().first("exports", export) if context.config.exports else metrics
 
 
 def _times(
-    context: PruneContext, environment: Environment, results: Sequence[tuple[BudgetResult, nn.Module]]
+    context: results.PruneContext,
+    environment: documents.Environment,
+    pruned_models: Sequence[tuple[documents.BudgetResult, nn.Module]],
 ) -> dict[str, Any]:
     """What is measured of time, as fields of `Metrics`; on another machine it is measured again."""
     scene, console, store = context.scene, context.console, context.store
     first = partial(current().first, "timing")  # of several processes one times, while the others wait
-    largest = sorted(results, key=lambda pair: -pair[0].kept)
+    largest = sorted(pruned_models, key=lambda pair: -pair[0].kept)
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
     plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
-    latencies = store.get(f"latency {environment}", partial(first, partial(time_models, scene, models, console)))
+    latencies = store.get(
+        f"latency {environment}", partial(first, partial(results.time_models, scene, models, console))
+    )
     shapes = inputs(scene)
     prompts = [shape for shape in shapes if shape[1] == shapes[0][1]]  # of median length: they come first
 
@@ -219,8 +331,8 @@ def _times(
             return ()
 
     more: dict[str, Callable[[], Any]] = {
-        "time": lambda: time_parts(scene.model, scene.layers, shapes, plans, latencies.rows, console),
-        "generation": lambda: time_generation(models, prompts, console),
+        "time": lambda: results.time_parts(scene.model, scene.layers, shapes, plans, latencies.rows, console),
+        "generation": lambda: results.time_generation(models, prompts, console),
     }
     measured = {
         n: store.get(f"{n} {environment}", partial(first, partial(measure, n, make))) for n, make in more.items()

@@ -1,7 +1,8 @@
-"""One budget's plan carried out: repaired, pruned, trained, saved, loaded again and measured."""
+"""What is measured of a run's models: each plan carried out (repaired, pruned, trained, saved, loaded again), and times, here and in other engines."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,19 +16,23 @@ from torch import nn
 
 from headprune import checkpoint, latency
 from headprune.amounts import head_count
+from headprune.app import documents
 from headprune.app.data import Part, load_train
-from headprune.app.documents import AlsoMeasured, BudgetRecord, BudgetResult, Measured, Proved, Repaired, Trained
 from headprune.app.options import FinetuneOptions
 from headprune.app.runs import RunFolder
+from headprune.app.sources import widen
 from headprune.app.workflow import saving
-from headprune.app.workflow.scene import Console, Scene, budget_input
+from headprune.app.workflow.scene import Console, Scene, budget_input, inputs
 from headprune.app.workflow.search import PruneConfig
-from headprune.attention import Heads
+from headprune.attention import AttentionLayer, Heads
 from headprune.budgets import Fit
+from headprune.decoding import GenerationRow, benchmark_generation
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
-from headprune.inputs import LABELS
+from headprune.exporting import Exported, export, format_named, is_exported, time_onnx
+from headprune.inputs import LABELS, writes
+from headprune.latency import LatencyRow
 from headprune.offload import copied
 from headprune.parallel import current
 from headprune.planning import Order
@@ -36,6 +41,7 @@ from headprune.pruned import add_record
 from headprune.repairing import Repair
 from headprune.store import Store
 from headprune.surgery import prune
+from headprune.timing import breakdown
 from headprune.trials import Trials
 
 
@@ -78,7 +84,7 @@ class PruneContext:
         return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash()}", make)
 
 
-def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> tuple[BudgetResult, nn.Module]:
+def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> tuple[documents.BudgetResult, nn.Module]:
     """What is reported of a plan, and its pruned model as it is loaded from where it was saved.
 
     Args:
@@ -103,16 +109,18 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> tup
     repaired = None
     if repair is not None:
         without = context.measure(f"unrepaired {asked}", plan.drop)
-        layers = Measured.of(like_random, metric) if _differs_from_control(repair) else None
+        layers = documents.Measured.of(like_random, metric) if _differs_from_control(repair) else None
         gain = compare(without, pruned, metric)
-        repaired = Repaired(**vars(repair), without=Measured.of(without, metric), layers_alone=layers, gain=gain)
-    result = BudgetResult(
+        repaired = documents.Repaired(
+            **vars(repair), without=documents.Measured.of(without, metric), layers_alone=layers, gain=gain
+        )
+    result = documents.BudgetResult(
         **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")},
         name=head_count(plan.kept),
         budget=_budget_reading(scene, fit),
         notes=(*plan.notes, *filter(None, [saved.note])),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
-        pruned=Measured.of(pruned, metric),
+        pruned=documents.Measured.of(pruned, metric),
         change=compare(dense, pruned, metric),
         random=tuple(measurement.metrics[metric] for measurement in random),
         over_random=compare(mean_of(random), like_random, metric),
@@ -136,7 +144,7 @@ def _differs_from_control(repair: Repair | None) -> bool:
     return repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
 
 
-def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, part: Part) -> AlsoMeasured:
+def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, part: Part) -> documents.AlsoMeasured:
     """A pruned model on a second dataset."""
     metric, gain = context.scene.metric, None
     dense, pruned = (
@@ -145,7 +153,9 @@ def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, pa
     )
     if context.config.search.repair or context.config.finetune:
         gain = compare(context.measure(f"unrepaired {plan.asked}", plan.drop, part), pruned, metric)
-    return AlsoMeasured(pruned=Measured.of(pruned, metric), change=compare(dense, pruned, metric), gain=gain)
+    return documents.AlsoMeasured(
+        pruned=documents.Measured.of(pruned, metric), change=compare(dense, pruned, metric), gain=gain
+    )
 
 
 def mean_of(measurements: Sequence[Measurement]) -> Measurement:
@@ -183,7 +193,7 @@ def most_frequent(features: Iterable[Mapping[str, Any]]) -> float | None:
 
 def _make(
     context: PruneContext, plan: PruningPlan, path: Path
-) -> tuple[Repair | None, Trained | None, Proved, saving.Saved, int]:
+) -> tuple[Repair | None, documents.Trained | None, documents.Proved, saving.Saved, int]:
     """Repair, prune, train and save: what each of these did, and the folder's bytes before its card tells the run's figures."""
     scene, trials, console, trained = context.scene, context.trials, context.console, None
     progress = console.track(f"repairing {head_count(plan.kept)}") if trials.repair else nullcontext()
@@ -196,11 +206,11 @@ def _make(
     if context.config.finetune:
         model, trained = _train(context, model, plan.asked)
     saved = current().first(f"saving {plan.asked}", lambda: saving.save(scene, model, path, proof.tolerance))
-    proved = Proved(**asdict(proof), reload_difference=saved.difference)
+    proved = documents.Proved(**asdict(proof), reload_difference=saved.difference)
     return repair, trained, proved, saved, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Module, Trained]:
+def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Module, documents.Trained]:
     """The fine-tuned model, and what a report says of it."""
     from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
 
@@ -215,12 +225,151 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
             pruned, scene.model, train, scene.parts.choose, options, context.content.path.parent / f"finetune-{asked}",
             metric=scene.metric, progress=progress, say=console.say,
         )  # fmt: skip
-    return model, Trained(**vars(training), options=options, before=Measured.of(before, scene.metric))
+    return model, documents.Trained(
+        **vars(training), options=options, before=documents.Measured.of(before, scene.metric)
+    )
 
 
-def _budget_reading(scene: Scene, fit: Fit) -> BudgetRecord:
+def _budget_reading(scene: Scene, fit: Fit) -> documents.BudgetRecord:
     """A budget as it was asked for, and what the plan was measured to cost."""
     budget, reading = fit.budget, fit.reading
     if budget is None or reading is None:
-        return BudgetRecord(asked=fit.plan.budget)
-    return BudgetRecord.of(budget, reading, *latency.example_shape(budget_input(scene)) if budget.timed else ())
+        return documents.BudgetRecord(asked=fit.plan.budget)
+    return documents.BudgetRecord.of(
+        budget, reading, *latency.example_shape(budget_input(scene)) if budget.timed else ()
+    )
+
+
+# -- times -------------------------------------------------------------------------------------------
+
+NO_HEADS = "no heads"
+"""The name of the model without prunable heads."""
+
+Shapes = Sequence[tuple[int, int, Any]]
+"""Inputs as (batch, tokens, example)."""
+
+_TRIES = 3
+_BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model is too much to ask
+
+
+def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) -> documents.Latencies:
+    """Latencies of the dense and every pruned model, with the bound: the model without (nearly) all heads."""
+    bound, ghosts = None, 0
+    if latency.parameters(scene.model) < _BOUND_LIMIT:
+        empty = copied(scene.model)
+        try:
+            ghosts = len(prune(empty, _everything(scene.layers), scene.example, layers=scene.layers).ghosts)
+            bound = NO_HEADS
+            models = {**models, bound: empty}
+        except HeadPruneError as error:
+            console.say(f"The bound could not be timed: {error.args[0]}")
+    with console.track("timing") as progress:
+        rows = latency.bench(models, inputs(scene), progress=progress)
+    typical = latency.example_shape(scene.typical_input())[1]
+    return documents.Latencies(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
+
+
+def time_parts(
+    model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Heads],
+    timed: Sequence[LatencyRow], console: Console,
+) -> tuple[documents.TimeParts, ...]:  # fmt: skip
+    """What the dense model's passes spend their time on, with the most that each plan can gain of it.
+
+    Args:
+        plans: The heads that go, by the name of the pruned model; that of the model without heads is added.
+        timed: What passes took when the models were timed in turn, the dense model first. Passes that take much longer or shorter
+            are measured again, up to `_TRIES` times: on a busy machine a few passes say little. The nearest are kept.
+    """
+    plans, rows = {**plans, NO_HEADS: _everything(layers)}, []
+    with console.track("where the time goes") as progress:
+        for i, (batch, length, example) in enumerate(shapes):
+            tries: list[documents.TimeParts] = []
+            while len(tries) < _TRIES and (not tries or tries[-1].factor_from(timed) > documents.DISTURBED):
+                parts = breakdown(model, example, layers=layers)
+                bounds = {name: parts.bound(drop) for name, drop in plans.items()}
+                measured = {name: getattr(parts, name) for name in ("total", "parts", "stand_ins")}
+                tries.append(documents.TimeParts(batch=batch, length=length, bounds=bounds, **measured))
+            rows.append(min(tries, key=lambda row: row.factor_from(timed)))
+            progress(i + 1, len(shapes))
+    return tuple(rows)
+
+
+def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: Console) -> tuple[GenerationRow, ...]:
+    """How fast the dense and the pruned models write; () where they do not."""
+    rows: list[GenerationRow] = []
+    if not writes(next(iter(models.values()))):
+        return ()
+    with console.track("writing tokens") as progress:
+        for i, (_, _, example) in enumerate(prompts):
+            row = benchmark_generation(models, example)
+            if row is None:
+                return ()
+            rows.append(row)
+            progress(i + 1, len(prompts))
+    return tuple(rows)
+
+
+def _everything(layers: Sequence[AttentionLayer]) -> Heads:
+    """Every head that can go."""
+    return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
+
+
+def export_models(
+    context: PruneContext, results: Sequence[documents.BudgetResult]
+) -> tuple[documents.ExportedModel, ...]:
+    """Every pruned model in every format, beside the checkpoints. What a format cannot express is said, and loses nothing."""
+    models, store = [], context.store
+    for name in dict.fromkeys(context.config.exports):
+        for result in results:
+            file = context.content.path / f"{result.checkpoint}{format_named(name).suffix}"
+            if not file.exists():  # a publication took it
+                store.forget(f"export {file.name}")
+            model = store.get(f"export {file.name}", partial(_export_result, context, name, result, file))
+            for line in model.notes if model.file else (model.summary, *model.notes):
+                context.console.say(f"{file.name}: {line}")
+            models.append(model)
+    return tuple(models)
+
+
+def time_exports(
+    context: PruneContext, models: Sequence[documents.ExportedModel], environment: documents.Environment
+) -> tuple[documents.EngineLatency, ...]:
+    """The models of each format against the dense one, on the inputs that the run times; of formats whose engine can be timed here."""
+    rows = []
+    for name in dict.fromkeys(model.format for model in models):
+        files = {m.name: context.content.path / m.file for m in models if m.format == name and m.file}
+        if files and all(map(is_exported, files.values())):
+            make = partial(_time_format, context, name, files)
+            rows.append(context.store.get(f"latency {name} {environment}", make))
+    return tuple(rows)
+
+
+def _export_result(
+    context: PruneContext, name: str, result: documents.BudgetResult, file: Path
+) -> documents.ExportedModel:
+    facts: dict[str, Any] = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
+    trusted = context.scene.options.loading.trust_remote_code
+    try:
+        with context.console.track(f"writing {file.name}"):
+            model = checkpoint.load(context.content.path / result.checkpoint, trust_remote_code=trusted)
+            done = _export(context, model, name, file)
+    except HeadPruneError as error:
+        return documents.ExportedModel(**facts, file=None, proved=False, summary=str(error.args[0]))
+    return documents.ExportedModel(
+        **facts, file=file.name, proved=done.proved, summary=done.summary, notes=tuple(done.notes)
+    )
+
+
+def _time_format(context: PruneContext, name: str, files: dict[str, Path]) -> documents.EngineLatency:
+    """Times of files of one format in its engine, beside the dense model's, which is exported for this alone."""
+    dense = context.content.path.parent / f"dense{format_named(name).suffix}"
+    with context.console.track(f"timing {name}"):
+        _export(context, copy.deepcopy(context.scene.model).to("cpu"), name, dense)
+        rows = [time_onnx({"dense": dense, **files}, example) for _, _, example in inputs(context.scene)]
+    return documents.EngineLatency(format=name, rows=tuple(rows))
+
+
+def _export(context: PruneContext, model: nn.Module, name: str, file: Path) -> Exported:
+    """A model written in float32."""
+    widen(model)
+    return export(model, file, name, processor=context.scene.loaded.processor, overwrite=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from headprune import latency
 from headprune.app.data import DataOptions, DataParts, load_parts
-from headprune.app.documents import Cut, Examples, Run
+from headprune.app.documents import Cut, Examples
 from headprune.app.models import LoadedModel, load_model, numbers_given
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
@@ -132,49 +132,14 @@ def _shaped(scene: Scene, batch: int, length: int | None) -> dict[str, Any]:
     return latency.shaped(scene.parts.report.typical(min(batch, len(scene.parts.report))), batch, length)
 
 
-def check_scored(scene: Scene, run: Run, where: object) -> list[str]:
-    """Refuse scores that were made on another scoring part than this run has.
+def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:
+    """Refuse scores of another model, or of another scoring part than this run has; notes on what else changed since they were made.
 
     A run has one scoring part, for scores, repair and the report. The other two parts share no example with it,
     however they are cut, so they may be larger or smaller than they were.
 
-    Args:
-        run: The document of the run that scored.
-        where: Its folder, for people.
-
-    Returns:
-        A note if the other parts are others now though they are cut alike: the data was changed.
-
     Raises:
-        HeadPruneError: It is another one; the message names the options that make it so.
-    """
-    before, then, now = run.options.data, run.parts.score, Examples.of(scene.parts.score)
-    if then.same(now):
-        alike = not changed_options(before, scene.options.data)
-        if alike and not run.parts.same(Cut.of(scene.parts)):
-            return [
-                f"{before.dataset} has changed since it was scored: the examples to choose or to report on are different now."
-            ]
-        return []
-    changed = [flag for flag in changed_options(before, scene.options.data) if flag != "--report-limit"]
-    if not changed:
-        raise ScoresError(
-            f"{before.dataset} no longer holds the examples that were scored for {where}.",
-            "Score again, or restore the data.",
-        )
-    flags = " and ".join(changed)
-    raise ScoresError(
-        f"The scores in {where} are of {then.examples:,} examples of {then.split!r}; with {flags} the scoring part "
-        f"is another one ({now.examples:,} of {now.split!r}), and a run has one, for scores and repair.",
-        f"Leave out {flags}, or score again with {'it' if len(changed) == 1 else 'them'}.",
-    )
-
-
-def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:
-    """Refuse scores of another model, or of examples that are reported; notes on what else changed since they were made.
-
-    Raises:
-        HeadPruneError: The model, its config, its tokenizer or the scored examples are others.
+        ScoresError: The model, its config, its tokenizer or the scored examples are others; the message names the options that make them so.
     """
     for s in scores:
         if not has_identity(scene.model, s.model):
@@ -189,9 +154,25 @@ def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) ->
             f"The {what} of {scene.options.model} has changed since {source.path} was scored.",
             "Restore it, or score again.",
         )
-    notes = check_scored(scene, run, source.path)
-    scene.parts.notes.extend(notes)
-    return notes
+    before, then, now = run.options.data, run.parts.score, Examples.of(scene.parts.score)
+    changed = changed_options(before, scene.options.data)
+    if then.same(now):
+        if changed or run.parts.same(Cut.of(scene.parts)):
+            return []
+        note = f"{before.dataset} has changed since it was scored: the examples to choose or to report on are different now."
+        scene.parts.notes.append(note)
+        return [note]
+    flags = " and ".join(flag for flag in changed if flag != "--report-limit")
+    if not flags:
+        raise ScoresError(
+            f"{before.dataset} no longer holds the examples that were scored for {source.path}.",
+            "Score again, or restore the data.",
+        )
+    raise ScoresError(
+        f"The scores in {source.path} are of {then.examples:,} examples of {then.split!r}; with {flags} the scoring part "
+        f"is another one ({now.examples:,} of {now.split!r}), and a run has one, for scores and repair.",
+        f"Leave out {flags}, or score again with the same.",
+    )
 
 
 def seen_before(parts: DataParts, before: DataParts, same_data: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from headprune import plan_search
 from headprune.app.documents import Planning, Point
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
@@ -14,15 +15,7 @@ from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import measurable
 from headprune.options import SearchOptions
-from headprune.plan_search import (
-    SearchResult,
-    candidates,
-    constraints_of,
-    find_plans,
-    levels_of,
-    may_add_biases,
-    subject_of,
-)
+from headprune.plan_search import SearchResult
 from headprune.planning import AUTO, Order, Search, abouts, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
@@ -94,7 +87,7 @@ class PruneConfig:
 
     def candidates(self, scores: Sequence[HeadScores]) -> list[HeadScores]:
         """The scores to plan by: those asked for, and random only if there is nothing else."""
-        return candidates([s for s in scores if s.method in self.method_names] if self.methods else scores)
+        return plan_search.candidates([s for s in scores if s.method in self.method_names] if self.methods else scores)
 
     def planning(self, result: SearchResult) -> Planning:
         """How the plans were made, for the report."""
@@ -138,7 +131,7 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
                 f"The plan {config.plan_file} drops no head.", 'Name some in its `drop`, such as {"L0": [3]}.'
             )
     else:
-        constraints_of(config.search, scene.maskable)
+        plan_search.constraints_of(config.search, scene.maskable)
         for budget in config.search.budgets:
             budget.check_dense(subject_for(budget, scene))
     if scene.metric in measurable(scene.model, scene.parts.report.batches()):
@@ -159,7 +152,7 @@ def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> 
     """Plans tried on the scene's choosing part."""
     return Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
-        repair=config.search.repair, biases=may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.metric,
+        repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.metric,
         store=store or Store(),
     )  # fmt: skip
 
@@ -173,7 +166,9 @@ def search_or_plan(
         HeadPruneError: A budget that no order can meet; a plan that does not fit the model.
     """
     if config.plan is None:
-        return find_plans(config.search, scores, trials, lambda budget: subject_for(budget, scene, trials), console)
+        return plan_search.find_plans(
+            config.search, scores, trials, lambda budget: subject_for(budget, scene, trials), console
+        )
     config.plan.check_model(scene.model)
     config.plan.on(scene.layers)  # a layer that cannot be masked is refused by name
     return SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
@@ -183,7 +178,7 @@ def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> S
     """What a budget is measured on; before the search (without trials) only the dense model can be."""
     inputs = budget_input(scene) if budget.timed else scene.typical_input()
     if trials is not None:
-        return subject_of(trials, scene.example, inputs)
+        return plan_search.subject_of(trials, scene.example, inputs)
     return Subject(scene.model, scene.layers, scene.example, inputs, metric=scene.metric)
 
 
@@ -196,7 +191,7 @@ def random_orders(scene: Scene, config: PruneConfig, fits: Sequence[Fit]) -> lis
             Search(
                 scene.maskable,
                 score(scene.model, batches, "random", layers=scene.layers, seed=scene.options.seed + i),
-                constraints_of(config.search, scene.maskable),
+                plan_search.constraints_of(config.search, scene.maskable),
             ),
             "one-shot",
             levels,
@@ -231,7 +226,7 @@ def trade_off(
 ) -> list[Point]:
     """The metric on the choosing part against heads kept, by every order and by random."""
     total = fits[0].plan.total
-    levels = sorted(levels_of(total, [f.plan.asked for f in fits]), reverse=True)
+    levels = sorted(plan_search.levels_of(total, [f.plan.asked for f in fits]), reverse=True)
     jobs = [("dense", PruningPlan({}, total, total, total))]
     if not orders:  # a plan of the user's
         jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
