@@ -372,7 +372,7 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(what: str, monke
         (["--device-map", "auto", "--device", "cpu"], "--device and --device-map both say"),
         (["--device-map", "auto", "--finetune", "1"], "--finetune and --device-map do not go together"),
         (["--device-map", "auto", "--export", "onnx"], "--export and --device-map do not go together"),
-        (["--device-map", "list.json"], "no device map .list.json"),
+        (["--device-map", "list.json"], "There is no device map 'list.json'"),
     ],
 )
 def test_what_does_not_go_with_a_device_map(

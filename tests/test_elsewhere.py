@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from tests.support.commands import run, runner
 from tests.support.documents import RUN
 from tests.support.folders import write_jsonl
 from tests.support.zoo import vit
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -215,3 +220,33 @@ def test_a_row_names_no_image_elsewhere(cut: list[Any], here: Path) -> None:
         with pytest.raises(hp.HeadPruneError, match="column 'image' holds no image"):
             load_parts(DataOptions(str(data)), loaded)
     assert not [host for host in cut if "127" in str(host)]  # datasets may have looked for news of its own
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare (Linux)")
+def test_for_real_without_a_network(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    """In a namespace that has no network at all, and without HF_HUB_OFFLINE."""
+    if subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces may be made here")
+    script = (
+        "import sys; from headprune.cli import app\n"
+        "def run(*typed):\n"
+        "    try: app(list(typed))\n"
+        "    except SystemExit as done: assert not done.code, typed\n"
+        f"run('score', {str(bert_folder)!r}, '-d', {str(data_folder)!r}, '-m', 'gradient', '-L', '20', '-o', 'r', '-q')\n"
+        "run('prune', '-k', '4', '-s', 'one-shot', '--scores', 'r', '-o', 'r', '-q')\n"
+        "run('report', 'r', '-q')\nrun('export', 'r', '--to', 'onnx', '-o', 'm.onnx', '-q')\n"
+        "import socket\n"
+        "try: socket.create_connection(('1.1.1.1', 80), 1)\n"
+        "except OSError as error: print('cut off:', error)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
+    done = subprocess.run(
+        ["unshare", "-rn", sys.executable, "-c", script], capture_output=True, text=True, check=False,
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "cut off:" in done.stdout
+    assert {"report.md", "report.html", "pruned-4"} <= {p.name for p in (here / "r").iterdir()}
+    assert (here / "m.onnx").stat().st_size > 1000
+    assert json.loads((here / "r" / "metrics.json").read_text())["headprune"] == "metrics"
