@@ -164,7 +164,7 @@ def test_the_last_step_of_repair_is_told(scored: Path, monkeypatch: pytest.Monke
     budget, text = budget_of(scored), (scored / "report.md").read_text()
     step = budget["repair"]["answers"]
     assert step["held_out"] < step["before"]
-    assert "effect of repair" in text
+    assert "repaired layer by layer only" in text
 
 
 def test_what_was_repaired_is_told(scored: Path) -> None:

@@ -282,8 +282,8 @@ def plan(drop: str, **more: str) -> str:
 DOCUMENTS: list[Row] = [
     # plans
     whole(BY_PLAN, "plan.json", plan('{"L0": [true]}'), "damaged plan .drop › L0"),
-    whole(BY_PLAN, "plan.json", plan('{"L0": [-1]}'), "L0 has no head -1"),
-    whole(BY_PLAN, "plan.json", plan('{"L0": [0, 0]}'), "L0: head 0 is listed twice"),
+    whole(BY_PLAN, "plan.json", plan('{"L0": [-1]}'), "Layer L0 has no head -1"),
+    whole(BY_PLAN, "plan.json", plan('{"L0": [0, 0]}'), "Layer L0: head 0 is listed twice"),
     whole(BY_PLAN, "plan.json", plan('{"L0": [0], "L0": [1]}'), "'L0' stands there twice"),
     whole(BY_PLAN, "plan.json", plan('{"L0": [0]}', drop2="1", schema="true"), "has format True"),
     whole(BY_PLAN, "plan.json", plan('{"L0": [0]}', kept="true"), "damaged plan .*is True; it should be"),
