@@ -197,7 +197,7 @@ def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
         return out
 
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
-    for step in ("scoring.score", "results.evaluate", "search.arrange"):
+    for step in ("pruning.score", "results.evaluate", "search.arrange"):
         monkeypatch.setattr(f"headprune.app.workflow.{step}", raising(AssertionError("the long work began")))
     for more in ((), ("--dry-run",)):
         error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
