@@ -7,17 +7,17 @@ default was added later, or is there only where it applies: files without it are
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import numpy as np
 from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from typing_extensions import Self
 
 from headprune.errors import HeadPruneError, first_line
 from headprune.files import read_json, write_json
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Count = Annotated[int, Field(ge=0)]
 """How many there are of something, or which one of them, counted from 0."""
@@ -48,13 +48,7 @@ Array = Annotated[
 ]
 """Numbers, as a list with their type."""
 
-_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
-
-
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    return _ADAPTERS[kind]
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def to_json(value: Any, kind: Any = None) -> Any:
@@ -95,8 +89,7 @@ class File:
         """
         data = read_json(path, cls.kind)
         try:
-            document: Self = from_json(cls, data)
-            return document
+            return cast(Self, from_json(cls, data))
         except HeadPruneError as error:
             problem = str(error.args[0]).rstrip(".")
         except (TypeError, ValueError, OverflowError) as error:
@@ -105,8 +98,7 @@ class File:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        values: dict[str, Any] = to_json(self)
-        return values
+        return cast("dict[str, Any]", to_json(self))
 
     def write(self, path: Path) -> None:
         """Write the file; readers see the old one or this one."""

@@ -229,10 +229,8 @@ def _pipeline_of(name: str) -> str | None:
     from transformers.modelcard import TASK_MAPPING
 
     several = [(task, each) for task, classes in TASK_MAPPING.items() for each in classes.values()]
-    tasks = list(
-        dict.fromkeys(task for task, each in several if name in (each if isinstance(each, list | tuple) else [each]))
-    )
-    return tasks[0] if len(tasks) == 1 else None
+    tasks = {task for task, each in several if name in (each if isinstance(each, list | tuple) else [each])}
+    return tasks.pop() if len(tasks) == 1 else None
 
 
 def _metadata(card: bytes | None) -> dict[str, Any]:

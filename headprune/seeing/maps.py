@@ -157,11 +157,7 @@ def collect(
 
 @contextmanager
 def attention_maps(
-    model: nn.Module,
-    layers: Sequence[AttentionLayer],
-    examples: int | None = None,
-    keep: Keep = Weights.whole,
-    unseen: dict[str, str] | None = None,
+    model: nn.Module, layers: Sequence[AttentionLayer], examples: int, keep: Keep, unseen: dict[str, str] | None = None
 ) -> Iterator[dict[str, list[Any]]]:
     """Collect attention weights while the context lasts; run the model inside. No hook is left behind.
 
@@ -169,9 +165,8 @@ def attention_maps(
         model: The model that ``layers`` describe.
         layers: From `headprune.find_attention`.
         examples: How many the model is going to see at once. It decides which example a row belongs to, where a module cuts
-            windows out of its input or puts heads into the batch dimension; without it, rows are not reordered, and
-            (batch * heads, queries, keys) is taken to have the batch first.
-        keep: From a layer's weights to what is kept of them: by default all of them, ``[examples, heads, queries, keys]``.
+            windows out of its input or puts heads into the batch dimension.
+        keep: From a layer's weights to what is kept of them.
         unseen: Gets the reason, by layer, where weights were not seen; without it, that is an error.
 
     Yields:
@@ -194,14 +189,11 @@ def attention_maps(
         yield collector.kept
     for layer in layers:
         if layer.module in collector.unclear or not collector.kept[layer.name]:
-            reason = (
-                f"Layer {layer.name}: {collector.unclear.get(layer.module, 'its attention weights cannot be seen.')}"
-            )
+            why = collector.unclear.get(layer.module, "its attention weights cannot be seen.")
+            hint = f"They must be a softmax over the keys, with a dimension of {layer.num_heads} heads."
             if unseen is None:
-                raise HeadPruneError(
-                    reason, f"They must be a softmax over the keys, with a dimension of {layer.num_heads} heads."
-                )
-            unseen[layer.name] = reason
+                raise HeadPruneError(f"Layer {layer.name}: {why}", hint)
+            unseen[layer.name] = f"Layer {layer.name}: {why}"
 
 
 class _Collector(TorchFunctionMode):
@@ -214,7 +206,7 @@ class _Collector(TorchFunctionMode):
         running: Modules that run, the innermost last, each with the number of attentions that it has computed in this call.
     """
 
-    def __init__(self, layers: Sequence[AttentionLayer], examples: int | None, keep: Keep) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], examples: int, keep: Keep) -> None:
         super().__init__()
         self.examples, self.keep = examples, keep
         self.kept: dict[str, list[Any]] = {layer.name: [] for layer in layers}
@@ -239,8 +231,8 @@ class _Collector(TorchFunctionMode):
         if self.running:
             with torch.no_grad():
                 if func is F.scaled_dot_product_attention:
-                    shape = _fused_shape(*args, **kwargs)
-                    self._collect(shape, lambda rows: _fused_weights(rows, *args, **kwargs))
+                    key = kwargs["key"] if "key" in kwargs else args[1]
+                    self._collect((*out.shape[:-1], key.shape[-2]), lambda rows: _fused_weights(rows, *args, **kwargs))
                 elif func in _SOFTMAX and kwargs.get("dim", args[1] if len(args) > 1 else None) in (-1, out.ndim - 1):
                     self._collect(tuple(out.shape), lambda rows: out[..., rows, :])
         return out
@@ -265,7 +257,7 @@ class _Collector(TorchFunctionMode):
 
 
 def _by_head(
-    layer: AttentionLayer, shape: tuple[int, ...], read: Callable[[slice], Tensor], examples: int | None
+    layer: AttentionLayer, shape: tuple[int, ...], read: Callable[[slice], Tensor], examples: int
 ) -> Weights | None:
     """The weights by example and head; None where no dimension is that of the heads."""
     heads = layer.num_heads
@@ -275,14 +267,12 @@ def _by_head(
     if not folded and not dim:
         return None
     rows, inner = (shape[0] // heads, shape[1:]) if folded else (shape[0], (*shape[1:dim], *shape[dim + 1 :]))
-    windowed = False
     # (batch * heads, …) or (heads * batch, …)? With one row it is both, with more it is not known.
-    if examples is not None and (rows != examples or (folded and rows > 1 < heads)):
-        if examples > 1 or folded:
-            raise RowsError(
-                f"Layer {layer.name}: attention weights of shape {shape} cannot be split into {examples} examples."
-            )
-        windowed = True  # the windows of one example, whose queries are all of theirs
+    unclear = rows != examples or (folded and rows > 1 < heads)
+    if unclear and (examples > 1 or folded):
+        what = f"attention weights of shape {shape}"
+        raise RowsError(f"Layer {layer.name}: {what} cannot be split into {examples} examples.")
+    windowed = unclear  # the windows of one example, whose queries are all of theirs
     windows = prod(inner[:-2]) * (rows if windowed else 1)
 
     def arranged(queries: slice) -> Tensor:
@@ -317,8 +307,3 @@ def _fused_weights(
         masked = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, float("-inf")) if masked else scores + attn_mask
     return scores.softmax(dim=-1)
-
-
-def _fused_shape(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
-    """The shape of these weights."""
-    return (*query.shape[:-1], key.shape[-2])

@@ -65,9 +65,8 @@ def profile_heads(
         rows = rows_of(model, inputs)
         seen, unseen, grid = _seen_layers(model, layers, rows.take(inputs[0], [0]))
         sequences = [sequences_of(model, batch, rows) for batch in inputs]
-        sums = _sums(
-            model, seen, inputs, rows, LayerInput(separators=marks, frequencies=_frequencies(sequences), grid=grid)
-        )
+        known = LayerInput(separators=marks, frequencies=_frequencies(sequences), grid=grid)
+        sums = _sums(model, seen, inputs, rows, known)
         repeated = _repeated_sums(model, seen, sequences, rows, seed)
         for name, more in repeated.items():
             sums[name] = added(sums[name], more)

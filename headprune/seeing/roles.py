@@ -9,10 +9,9 @@ import html
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from headprune.seeing.sequences import Grid
+from headprune.seeing.sequences import Grid
 
 HALF = 0.5  # of the attention: Clark et al. (2019), section 3
 POINTS = 0.9  # of the queries: Voita et al. (2019), section 5.1
@@ -105,20 +104,15 @@ class HeadProfiles(dict[str, list[HeadProfile]]):
         every = [(f"L{self.layers[name]}.H{h}", p) for name, heads in self.items() for h, p in enumerate(heads)]
         return sorted(every, key=lambda one: -one[1].clarity)[:count]
 
-    def _roles(self) -> Counter[str]:
-        return Counter(profile.role for heads in self.values() for profile in heads)
-
     def __repr__(self) -> str:
-        roles = self._roles()
+        roles = Counter(profile.role for heads in self.values() for profile in heads)
         counts = ", ".join(f"{count} {role}" for role, count in roles.most_common())
         return f"HeadProfiles({roles.total()} heads in {len(self)} layers: {counts})"
 
     def _repr_html_(self) -> str:
         """A notebook's table: the heads that show their role best."""
-        rows = (
-            f"<tr><th>{label}</th><td>{html.escape(p.role)}</td><td>{html.escape(p.because)}</td></tr>"
-            for label, p in self.top()
-        )
+        cells = ((label, html.escape(p.role), html.escape(p.because)) for label, p in self.top())
+        rows = (f"<tr><th>{label}</th><td>{role}</td><td>{because}</td></tr>" for label, role, because in cells)
         return f"<table><caption>{html.escape(repr(self))}</caption>{''.join(rows)}</table>"
 
 

@@ -48,18 +48,15 @@ class LayerInput:
 def sums_of(weights: Weights, given: LayerInput) -> Sums:
     """The sums over all queries of a call."""
     call = _Call(weights, given)
+    add = call.add_repeated if given.repeated else call.add
     for start, block in weights.blocks():
-        if given.repeated:
-            call.add_repeated(start, block)
-        else:
-            call.add(start, block)
+        add(start, block)
     return call.sums
 
 
 def added(one: Sums, other: Sums) -> Sums:
     """The sums over the queries of both."""
-    more = {figure: one[figure] + pair if figure in one else pair for figure, pair in other.items()}
-    return {**one, **more}
+    return one | {figure: one.get(figure, 0) + pair for figure, pair in other.items()}
 
 
 def profile_of(sums: Sums, head: int) -> HeadProfile:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import base64
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headprune.documents import Count, File
 from headprune.seeing import HeadProfile
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +78,8 @@ class SampleLayer:
         """From weights ``[heads, queries, keys]`` between 0 and 1."""
         scale = 1.0 if rows is None else float(weights.max()) or 1.0
         data = base64.b64encode(np.rint(weights / scale * 255).astype(np.uint8).tobytes()).decode()
-        heads, held, seen = weights.shape
-        return cls(
-            layer=layer, queries=queries, keys=keys, rows=rows, shape=(heads, held, seen), weights=data, scale=scale
-        )
+        size: Any = weights.shape
+        return cls(layer=layer, queries=queries, keys=keys, rows=rows, shape=size, weights=data, scale=scale)
 
     def unpacked(self) -> NDArray[np.float32]:
         """The weights ``[heads, queries, keys]``, to within ``scale / 510``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
@@ -85,8 +85,7 @@ class Cut:
 
     def same(self, other: Cut) -> bool:
         """Whether the three parts are the same."""
-        pairs = ((self.score, other.score), (self.choose, other.choose), (self.report, other.report))
-        return all(own.same(others) for own, others in pairs)
+        return all(getattr(self, part).same(getattr(other, part)) for part in ("score", "choose", "report"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +140,7 @@ class LayerFacts:
 
     @classmethod
     def of(cls, layer: AttentionLayer) -> LayerFacts:
-        names = ("name", "index", "kind", "num_heads", "num_kv_heads", "head_dim", "prunable", "reason")
-        return cls(*(getattr(layer, name) for name in names))
+        return cls(*(getattr(layer, field.name) for field in fields(cls)))
 
 
 @dataclass(frozen=True)

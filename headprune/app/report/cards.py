@@ -7,7 +7,7 @@ from dataclasses import replace
 from headprune.amounts import code
 from headprune.app.documents import BudgetResult, FinetuneRecord, Metrics, Run
 from headprune.app.report import numbers
-from headprune.app.report.content import Block, Bullets, Section, Strong, Table, blocks_of, markdown
+from headprune.app.report.content import Block, Section, Strong, Table, blocks_of, bullets, markdown
 from headprune.app.report.sections import plans
 from headprune.app.report.sections.measured import latency_table, metrics_table
 from headprune.app.report.sections.opening import precision
@@ -15,11 +15,10 @@ from headprune.app.report.sections.opening import precision
 
 def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
     """The report's tables of the model beside the dense one, and how it was made."""
-    one, name = replace(metrics, budgets=(budget,)), budget.name
-    rows = [
-        replace(r, timings={n: r.timings[n] for n in ("dense", name)}, speedups={name: r.speedups[name]})
-        for r in metrics.latency.rows
-    ]
+    one, name, rows = replace(metrics, budgets=(budget,)), budget.name, []
+    for row in metrics.latency.rows:
+        timings = {"dense": row.timings["dense"], name: row.timings[name]}
+        rows.append(replace(row, timings=timings, speedups={name: row.speedups[name]}))
     dataset = code(numbers.without_place(run.options.data.dataset))
     machine = numbers.device(metrics.environment or run.environment, run.model.dtype)
     blocks: list[Block] = [
@@ -30,7 +29,7 @@ def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
         *filter(None, [precision(run, one)]),
         latency_table(rows),
         f"Times: one forward pass on {machine}. Made by headprune {run.environment.headprune} with:",
-        Bullets([code(numbers.without_places(command)) for command in dict.fromkeys(run.commands)]),
+        bullets(code(numbers.without_places(command)) for command in dict.fromkeys(run.commands)),
     ]
     return blocks_of(blocks)
 
@@ -38,8 +37,8 @@ def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
 def finetune_report(name: str, record: FinetuneRecord) -> str:
     """The whole report."""
     opening, table, command = _finetuned(record)
-    blocks: list[Block] = [opening, table, _training(record), Bullets(record.notes), command]
-    return markdown([Section(f"{name}: a pruned model, fine-tuned", blocks_of(blocks))])
+    text = blocks_of([opening, table, _training(record), bullets(record.notes), command])
+    return markdown([Section(f"{name}: a pruned model, fine-tuned", text)])
 
 
 def finetune_card(record: FinetuneRecord) -> str:

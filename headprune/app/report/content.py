@@ -1,4 +1,4 @@
-"""What a report is made of: sections of Markdown, from texts, lists, tables and figures.
+"""What a report is made of: sections of Markdown, from texts, tables and figures.
 
 Texts have one kind of markup: what stands in backticks is code (`code`). Everything else is shown as it is, so a name, a label or a text
 from the data is never markup.
@@ -55,20 +55,6 @@ class Strong:
 
 
 @dataclass(frozen=True)
-class Bullets:
-    """A list of texts."""
-
-    lines: Sequence[str | Strong]
-
-
-@dataclass(frozen=True)
-class CommandLines:
-    """Lines to type."""
-
-    lines: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Table:
     """Rows of texts; ``strong`` is the number of the row that stands out."""
 
@@ -91,11 +77,11 @@ class Figure:
     draw: Callable[[], Drawing]
 
 
-Block = str | Strong | Bullets | CommandLines | Table | Figure
-
-
 class Markdown(str):
     """Text that is Markdown already: what was to be escaped in it is."""
+
+
+Block = str | Markdown | Strong | Table | Figure
 
 
 @dataclass(frozen=True)
@@ -151,12 +137,12 @@ def markdown(sections: Sequence[Section], note: str = "") -> str:
 
 
 def blocks_of(blocks: Iterable[Block]) -> Markdown:
-    """Paragraphs, lists, tables and other blocks, one below the other."""
+    """Paragraphs, tables and other blocks, one below the other."""
     return Markdown("\n\n".join(map(block_of, blocks)))
 
 
 def block_of(block: Block) -> str:
-    """A paragraph, a list, a table or another block."""
+    """A paragraph, a table or another block."""
     match block:
         case Table():
             rows = [[text_of(cell).replace("|", r"\|") for cell in row] for row in (block.head, *block.rows)]
@@ -164,17 +150,25 @@ def block_of(block: Block) -> str:
                 rows[1 + block.strong][0] = f"**{rows[1 + block.strong][0]}**"
             lines = [f"| {' | '.join(row)} |" for row in rows]
             return "\n".join([lines[0], f"{'|---' * len(block.head)}|", *lines[1:]])
-        case Bullets():
-            return "\n".join(f"- {block_of(line)}" for line in block.lines)
-        case CommandLines():
-            longest = max((len(run) for line in block.lines for run in re.findall("`+", line)), default=0)
-            fence = "`" * max(3, 1 + longest)
-            return "\n".join([fence, *map(in_line, block.lines), fence])
+        case Markdown():
+            return block
         case Figure():
             return f"![{text_of(block.alt)}]({block.file})"
         case Strong():
             return f"**{text_of(block.lead)}** {text_of(block.text)}".rstrip()
     return _AT_START.sub(r"\1\\\2", text_of(block))
+
+
+def bullets(lines: Iterable[str | Strong]) -> Markdown:
+    """A list of texts."""
+    return Markdown("\n".join(f"- {block_of(line)}" for line in lines))
+
+
+def command_lines(lines: Sequence[str]) -> Markdown:
+    """Lines to type."""
+    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, 1 + longest)
+    return Markdown("\n".join([fence, *map(in_line, lines), fence]))
 
 
 def text_of(text: object) -> str:

@@ -35,9 +35,8 @@ def change(paired: Change, metric: str) -> str:
 
 def interval(measured: Measured, metric: str) -> str:
     """A metric's value with its interval."""
-    return (
-        f"{value(measured.metrics[metric], metric)} ({value(measured.low, metric)} to {value(measured.high, metric)})"
-    )
+    point, low, high = (value(v, metric) for v in (measured.metrics[metric], measured.low, measured.high))
+    return f"{point} ({low} to {high})"
 
 
 def mean_of(values: Sequence[float], metric: str) -> float:

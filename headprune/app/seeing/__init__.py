@@ -189,9 +189,7 @@ def _sample(
         positions.update(named)
         (ours, _), (theirs, at_keys) = named
         rows = None if max(queries, keys) <= longest else _some_rows(queries, grid)
-        table = weights.whole()[0]
-        if weights.windows > 1:  # the mean over windows
-            table = torch.stack(table.chunk(weights.windows, dim=1)).mean(dim=0)
+        table = torch.stack(weights.whole()[0].chunk(weights.windows, dim=1)).mean(dim=0)  # over windows
         table = table if rows is None else table[:, list(rows)]
         table = table[..., : len(at_keys.labels)]  # without sinks
         held[index] = SampleLayer.packed(index, table.cpu().float().numpy(), ours, theirs, rows)
@@ -299,11 +297,10 @@ def head_named(heads: Heads, text: str) -> tuple[LayerProfile, int]:
         raise HeadPruneError(f"{text!r} is no head of this model.", f"Write it as L3.H7; the layers are {there}.")
     if layer.unseen:
         raise HeadPruneError(f"{text}: {layer.unseen}", "Choose another layer.")
-    if int(match[2]) >= len(layer.heads):
-        raise HeadPruneError(
-            f"Layer L{layer.index} has no head {match[2]}.", f"It has {len(layer.heads)}: 0 to {len(layer.heads) - 1}."
-        )
-    return layer, int(match[2])
+    number, count = int(match[2]), len(layer.heads)
+    if number >= count:
+        raise HeadPruneError(f"Layer L{layer.index} has no head {number}.", f"It has {count}: 0 to {count - 1}.")
+    return layer, number
 
 
 def layer_of(sample: Sample, index: int) -> SampleLayer | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headprune.app.documents import Heads, Positions, Sample, SampleLayer
 from headprune.app.pictures import from_uri, new_figure
@@ -15,7 +16,6 @@ from headprune.seeing.roles import MIXED, RULES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
 # The frame around a head: one colour for a family of roles; Okabe and Ito's, which colour-blind readers can tell apart.
 _COLOURS = {

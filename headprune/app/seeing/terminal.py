@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -14,9 +13,6 @@ from headprune.app.seeing import by_role, layer_of
 from headprune.app.seeing.pictures import cells, resized
 from headprune.seeing import HeadProfile
 from headprune.seeing.roles import MIXED, RULES, UNKNOWN
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _SHORT = {rule.role: rule.short for rule in RULES} | {MIXED: "·", UNKNOWN: "?"}
 _SHADES = " ░▒▓█"
@@ -42,11 +38,10 @@ def all_heads(heads: Heads, sample: Sample, width: int, colours: bool) -> Group:
         across = max(1, (width - 5) // (each + 1))
         for start in range(0, len(tables), across):
             some = range(start, min(start + across, len(tables)))
+            rows = 2 * -(-each // 4) * (2 if each > 8 else 1)
             names = (f"H{h} {_short(profile.heads[h].role)}"[:each].ljust(each) for h in some)
             lines.append(Text(f"{'' if start else f'L{profile.index}':<4} {' '.join(names)}", "bold"))
-            lines += _strip(
-                [resized(tables[h], 2 * -(-each // 4) * (2 if each > 8 else 1), each) for h in some], colours
-            )
+            lines += _strip([resized(tables[h], rows, each) for h in some], colours)
     return Group(*lines)
 
 
@@ -109,9 +104,7 @@ def role_table(heads: Heads) -> Table:
 
 def role_counts(heads: Heads) -> list[str]:
     """A line for each role, most frequent first: how many heads have it, and the one that shows it best in its own words."""
-    return [
-        f"{_short(role):>5}  {len(addresses):>3}  {role}, as {example}" for role, addresses, example in by_role(heads)
-    ]
+    return [f"{_short(role):>5}  {len(places):>3}  {role}, as {example}" for role, places, example in by_role(heads)]
 
 
 def _short(role: str) -> str:

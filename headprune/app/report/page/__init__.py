@@ -77,15 +77,12 @@ def _html(text: str, label: str, pictures: Mapping[str, bytes]) -> Markup:
     count = itertools.count(1)
 
     def framed(inside: str) -> str:
-        return (
-            f'<div class="scroll" role="region" aria-label="{escape(label)} {next(count)}" tabindex="0">{inside}</div>'
-        )
+        name = f"{escape(label)} {next(count)}"
+        return f'<div class="scroll" role="region" aria-label="{name}" tabindex="0">{inside}</div>'
 
     def picture(match: re.Match[str]) -> str:
         file = pictures[match["file"]]
-        width = round(
-            0.8 * int.from_bytes(file[16:20], "big")
-        )  # a PNG's; so that its letters are as large as the text's
+        width = round(0.8 * int.from_bytes(file[16:20], "big"))  # a PNG's: its letters are as large as the text's then
         source = f"data:image/png;base64,{base64.b64encode(file).decode()}"
         return framed(f'<img class="figure" width="{width}" src="{source}" alt="{match["alt"]}">')
 

@@ -13,15 +13,7 @@ from headprune.amounts import code
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
 from headprune.app.pictures import new_figure
 from headprune.app.report import verdict
-from headprune.app.report.content import (
-    Block,
-    Documents,
-    Figure,
-    Strong,
-    Table,
-    capital,
-    notes_by_size,
-)
+from headprune.app.report.content import Block, Documents, Figure, Strong, Table, capital, notes_by_size
 from headprune.app.seeing import by_role
 from headprune.app.seeing.pictures import figure_of_all
 from headprune.scoring import METHODS

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from headprune import amounts
 from headprune.amounts import code, head_count
 from headprune.app.documents import DISTURBED, Measured, Metrics, Run, TimeParts
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Table, listed, notes_by_size
+from headprune.decoding import GenerationRow
 from headprune.latency import LatencyRow
 from headprune.timing import ATTENTION, LAUNCH, PROJECTIONS
-
-if TYPE_CHECKING:
-    from headprune.decoding import GenerationRow
 
 
 def other_table(metrics: Metrics) -> Table:
@@ -40,7 +37,6 @@ def metrics_table(metrics: Metrics) -> Table:
     """Every metric with p-values and FLOPs, and the run's own metric without what repair and training changed."""
     metric, dense, budgets = metrics.metric, metrics.dense, verdict.largest_first(metrics)
     repairs = [b.repair for b in budgets]
-    without, cheaper = [r.without if r else None for r in repairs], [r.layers_alone if r else None for r in repairs]
 
     def values(title: str, models: Sequence[Measured | None], name: str = metric) -> list[str]:
         return [title, *("–" if m is None else numbers.value(m.metrics[name], name) for m in models)]
@@ -53,20 +49,20 @@ def metrics_table(metrics: Metrics) -> Table:
         ["p", "", *("" if b.change.p_value is None else f"{b.change.p_value:.2g}" for b in budgets)],
         ["FLOPs", amounts.flops(dense.flops, 4), *flops],
     ]
-    if any(repairs):
-        columns.append(values(f"{metric} without repair", [None, *without]))
-    if any(map(verdict.by_cheaper_repair, budgets)):
-        columns.append(values("repaired layer by layer only", [None, *cheaper]))
-    if verdict.trained(metrics):
-        columns.append(values("before training", [None, *map(verdict.untrained, budgets)]))
+    others: dict[str, list[Measured | None]] = {
+        f"{metric} without repair": [r.without if r else None for r in repairs],
+        "repaired layer by layer only": [r.layers_alone if r else None for r in repairs],
+        "before training": [*map(verdict.untrained, budgets)] if verdict.trained(metrics) else [],
+    }
+    columns += [values(title, [None, *models]) for title, models in others.items() if any(models)]
     head, *rows = zip(*columns, strict=True)
     return Table(head, rows)
 
 
 def left_out(metrics: Metrics) -> str:
     """The steps of repair that were tried and not kept; "" if all were."""
-    budgets = [b for b in verdict.largest_first(metrics) if b.repair]
-    steps = [f"{t.step} with {head_count(b.kept)}" for b in budgets if b.repair for t in b.repair.trials if not t.kept]
+    trials = [(b.kept, t) for b in verdict.largest_first(metrics) if b.repair for t in b.repair.trials]
+    steps = [f"{trial.step} with {head_count(kept)}" for kept, trial in trials if not trial.kept]
     return listed(steps) if steps else ""
 
 
@@ -133,17 +129,15 @@ def disturbance(row: TimeParts, timed: Sequence[LatencyRow]) -> str:
 
 def conclusions(metrics: Metrics) -> str:
     """What the largest input says to somebody who wants the model faster, and the one with most launch overhead; or that it cannot be said."""
-    rows, timed = metrics.time, metrics.latency.rows
-    return " ".join([text for row in rows if (text := disturbance(row, timed))] or _conclusions(rows))
-
-
-def _conclusions(rows: Sequence[TimeParts]) -> Iterator[str]:
+    rows = metrics.time
+    if busy := [*filter(None, (disturbance(row, metrics.latency.rows) for row in rows))]:
+        return " ".join(busy)
     row = max(rows, key=lambda row: (row.batch * max(1, row.length), row.total))
     attention = row.shares[PROJECTIONS] + row.shares[ATTENTION]
     others = {part: share for part, share in row.shares.items() if part not in (PROJECTIONS, ATTENTION)}
     beside = max(others, key=others.__getitem__)
     neurons = beside == "feed-forward" and others[beside] > attention
-    yield (
+    text = (
         f"At {numbers.shape(row)}, {attention:.0%} of the dense model's time is attention and {others[beside]:.0%} {beside}: by this "
         f"estimate, removing every prunable head gives {max(row.bounds.values()):.2f}x"
         f"{'; pruning feed-forward neurons is the next thing to try' if neurons else ''}."
@@ -151,7 +145,8 @@ def _conclusions(rows: Sequence[TimeParts]) -> Iterator[str]:
     row = max(rows, key=lambda row: row.shares[LAUNCH])
     if row.shares[LAUNCH] >= _MUCH:
         share = f"{row.shares[LAUNCH]:.0%} is launch overhead, which pruning heads does not reduce"
-        yield f"At {numbers.shape(row)}, {share}: use larger batches, or compile the model."
+        text += f" At {numbers.shape(row)}, {share}: use larger batches, or compile the model."
+    return text
 
 
 def generation_table(rows: Sequence[GenerationRow]) -> Table:
@@ -171,8 +166,7 @@ def generation_table(rows: Sequence[GenerationRow]) -> Table:
 
 def exports_table(metrics: Metrics) -> Table:
     """The files that were written for other engines."""
-    files = (code(export.file) if export.file else "not written" for export in metrics.exports)
-    rows = [(e.name, e.format, f"{file}: {e.summary}") for e, file in zip(metrics.exports, files, strict=True)]
+    rows = [(e.name, e.format, f"{code(e.file) if e.file else 'not written'}: {e.summary}") for e in metrics.exports]
     return Table(("model", "written for", "file"), rows)
 
 

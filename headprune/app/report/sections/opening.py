@@ -9,7 +9,7 @@ from fractions import Fraction
 from headprune.amounts import code, head_count
 from headprune.app.documents import BudgetResult, Metrics, Run
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Bullets, CommandLines, Documents, Strong, capital, listed
+from headprune.app.report.content import Block, Documents, Markdown, Strong, bullets, capital, command_lines, listed
 from headprune.app.report.sections import plans
 from headprune.app.report.sections.heads import method_line
 from headprune.app.report.sections.trust import cautions, shortened
@@ -29,15 +29,15 @@ def summary(run: Run, metrics: Metrics) -> list[Block]:
     return [Strong(headline(run, metrics)), *warnings, plans.table(metrics)]
 
 
-def next_command(run: Run) -> CommandLines:
+def next_command(run: Run) -> Markdown:
     """What to type to prune, once heads are scored."""
-    return CommandLines([f"headprune prune --keep 50%{f' -o {shlex.quote(run.folder)}' if run.folder else ''}"])
+    return command_lines([f"headprune prune --keep 50%{f' -o {shlex.quote(run.folder)}' if run.folder else ''}"])
 
 
-def scored(documents: Documents) -> Bullets:
+def scored(documents: Documents) -> Markdown:
     """The heads that matter most and least, and a caution."""
     warning = shortened(documents.run.parts.score, "scored")
-    return Bullets([*map(_extremes, documents.rankings), *[Strong("Caution:", warning)] * bool(warning)])
+    return bullets([*map(_extremes, documents.rankings), *[Strong("Caution:", warning)] * bool(warning)])
 
 
 def _extremes(scores: HeadScores) -> str:

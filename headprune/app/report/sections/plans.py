@@ -12,7 +12,7 @@ from headprune.amounts import head_count
 from headprune.app.documents import BudgetResult, Dense, Metrics
 from headprune.app.pictures import new_figure
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Bullets, Figure, Strong, Table
+from headprune.app.report.content import Figure, Markdown, Strong, Table, bullets
 from headprune.app.report.numbers import mean_of
 from headprune.planning import AUTO, STRATEGIES, abouts
 
@@ -92,20 +92,17 @@ def _draw(metrics: Metrics) -> Drawing:
     draws = [(dense.metrics[metric],), *(b.random for b in budgets)]
     figure, (axis,) = new_figure(7.2, 4.0)
     style: dict[str, Any] = {"fmt": "D-", "color": _BLUE, "markersize": 6, "capsize": 3, "zorder": 5}
-    axis.errorbar(
-        kept, value, np.maximum([value - low, high - value], 0), **style, label="chosen heads (95 % interval)"
-    )
+    spread, name = np.maximum([value - low, high - value], 0), "chosen heads (95 % interval)"
+    axis.errorbar(kept, value, spread, **style, label=name)
     if treatment := _treatment(metrics):
         alike = [value[0], *(verdict.against_random(metrics, b).value for b in budgets)]
         name = f"chosen heads, {treatment} like the random ones"
         axis.plot(kept, alike, "D:", color=_BLUE, markersize=5, markerfacecolor="white", zorder=4, label=name)
     axis.set_xticks(kept)
-    means = [mean_of(of_size, metric) for of_size in draws]
+    means, lows, highs = ([f(d) for d in draws[::-1]] for f in (partial(mean_of, metric=metric), min, max))
     label = f"random heads: mean and range of {max(map(len, draws))} draws"
-    axis.plot(kept[::-1], means[::-1], "--", color=_GREY, label=label)
-    axis.fill_between(
-        kept[::-1], [min(d) for d in draws][::-1], [max(d) for d in draws][::-1], color=_GREY, alpha=0.2, lw=0
-    )
+    axis.plot(kept[::-1], means, "--", color=_GREY, label=label)
+    axis.fill_between(kept[::-1], lows, highs, color=_GREY, alpha=0.2, lw=0)
     axis.axhline(value[0], color="black", lw=0.8, ls=":", label="dense model")
     axis.set(xlabel=f"heads kept, of {kept[0]}", ylabel=f"{metric}, on the reported examples")
     axis.set_yscale("log" if metric == "perplexity" else "linear")
@@ -114,7 +111,7 @@ def _draw(metrics: Metrics) -> Drawing:
     return figure
 
 
-def orders(metrics: Metrics) -> Bullets:
+def orders(metrics: Metrics) -> Markdown:
     """What the names of orders mean that a report uses: each with what its strategy says of itself."""
     planning = metrics.planning
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
@@ -124,7 +121,7 @@ def orders(metrics: Metrics) -> Bullets:
     about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}" if by_scores else ""
     other = f"By the scores of that name ({by_scores.name}): {about}" if by_scores else ""
     texts = {name: known.get(name, other) for name in names if name not in ("", "dense")}
-    return Bullets([Strong(f"{name}:", text) for name, text in texts.items() if text])
+    return bullets(Strong(f"{name}:", text) for name, text in texts.items() if text)
 
 
 def comparison(metrics: Metrics) -> Table:

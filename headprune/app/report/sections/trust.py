@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from headprune.amounts import code, head_count
 from headprune.app.documents import Examples, Metrics, Run
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Bullets, CommandLines
+from headprune.app.report.content import Markdown, bullets, command_lines
 from headprune.uncertainty import FEW
 
 
@@ -81,15 +81,13 @@ def _carried_by_few(metrics: Metrics) -> Iterator[str]:
             )
 
 
-def notes(run: Run) -> Bullets:
+def notes(run: Run) -> Markdown:
     """The columns of the data, what was guessed or left out, and the layers that cannot be pruned."""
     columns = ", ".join(f"{what} = {code(name)}" for what, name in run.columns.items())
-    fixed = (
-        f"{code(layer.name)} cannot be pruned: {layer.reason}." for layer in run.model.layers if not layer.prunable
-    )
-    return Bullets([f"Columns: {columns}.", *run.notes, *fixed])
+    fixed = (f"{code(a.name)} cannot be pruned: {a.reason}." for a in run.model.layers if not a.prunable)
+    return bullets([f"Columns: {columns}.", *run.notes, *fixed])
 
 
-def commands(run: Run) -> CommandLines:
+def commands(run: Run) -> Markdown:
     """What to type to make the run again."""
-    return CommandLines([*dict.fromkeys(map(numbers.to_repeat, run.commands))])
+    return command_lines([*dict.fromkeys(map(numbers.to_repeat, run.commands))])
