@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar
 
-import numpy as np
-from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import Self
 
 from headprune.errors import HeadPruneError, first_line
 from headprune.files import read_json, write_json
+
+T = TypeVar("T")
 
 Count = Annotated[int, Field(ge=0)]
 """How many there are of something, or which one of them, counted from 0."""
@@ -33,44 +34,26 @@ Beside = Annotated[str, AfterValidator(_check_beside)]
 """The name of a file or folder beside the document: no path, so it leads nowhere else."""
 
 
-def _read_array(value: Any) -> np.ndarray:
-    if isinstance(value, np.ndarray):
-        return value
-    if not isinstance(value, dict) or value.keys() != {"array", "dtype"}:
-        raise ValueError("it should be an array")
-    return np.asarray(value["array"], value["dtype"])
-
-
-Array = Annotated[
-    np.ndarray,
-    PlainValidator(_read_array),
-    PlainSerializer(lambda array: {"array": array.tolist(), "dtype": str(array.dtype)}),
-]
-"""Numbers, as a list with their type."""
-
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
-def to_json(value: Any, kind: Any = None) -> Any:
-    """A dataclass (or a container of them) as plain values, as `headprune.files.dumps` takes them.
-
-    Args:
-        kind: Its type, where that is more than its class, such as ``list[Order]``.
-    """
-    return _adapter(kind or type(value)).dump_python(value, by_alias=True)
+def to_json(value: Any) -> dict[str, Any]:
+    """A dataclass as plain values, as `headprune.files.dumps` takes them."""
+    values: dict[str, Any] = _adapter(type(value)).dump_python(value, by_alias=True)
+    return values
 
 
-def from_json(kind: Any, data: Any) -> Any:
-    """The value of a type that plain values describe.
+def from_json(kind: type[T], data: Any) -> T:
+    """The dataclass that plain values describe.
 
     Raises:
         ValueError: What is wrong, and its place.
     """
     try:
-        value = _adapter(kind).validate_python(data)
+        value: T = _adapter(kind).validate_python(data)
     except ValidationError as error:
         raise ValueError(_first_problem(error)) from None
-    if difference := _first_difference(data, to_json(value, kind)):
+    if difference := _first_difference(data, to_json(value)):
         raise ValueError(difference)
     return value
 
@@ -89,7 +72,7 @@ class File:
         """
         data = read_json(path, cls.kind)
         try:
-            return cast(Self, from_json(cls, data))
+            return from_json(cls, data)
         except HeadPruneError as error:
             problem = str(error.args[0]).rstrip(".")
         except (TypeError, ValueError, OverflowError) as error:
@@ -98,7 +81,7 @@ class File:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return cast("dict[str, Any]", to_json(self))
+        return to_json(self)
 
     def write(self, path: Path) -> None:
         """Write the file; readers see the old one or this one."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from headprune.arguments import listed, together
 from headprune.batches import cost_of
-from headprune.documents import Array
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
 from headprune.losses import ExampleLoss, LossFn
@@ -43,9 +42,9 @@ class Measurement:
     """
 
     metrics: dict[str, float]
-    loss: Array
-    correct: Array
-    tokens: Array
+    loss: np.ndarray
+    correct: np.ndarray
+    tokens: np.ndarray
 
     def __len__(self) -> int:
         return len(self.loss)

@@ -100,8 +100,7 @@ class PruningPlan:
         return PruningPlan(drop, kept, total, kept, model=self.model, notes=edited)
 
     def to_json(self) -> dict[str, Any]:
-        values: dict[str, Any] = documents.to_json(self)
-        return values
+        return documents.to_json(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PruningPlan:
@@ -111,7 +110,7 @@ class PruningPlan:
             ValueError: What is wrong, and its place.
         """
         known = {field.name for field in fields(cls)}
-        plan: PruningPlan = documents.from_json(cls, {key: value for key, value in data.items() if key in known})
+        plan = documents.from_json(cls, {key: value for key, value in data.items() if key in known})
         for name, heads in plan.drop.items():  # before a model is loaded
             if wrong := [head for head in heads if head < 0 or heads.count(head) > 1]:
                 raise ValueError(

@@ -61,8 +61,8 @@ def as_uri(pixels: Tensor) -> str:
     levels = ((values - low) / max(high - low, 1e-9) * 255).round().byte().numpy()
     picture = Image.fromarray(levels[0] if len(levels) == 1 else levels.transpose(1, 2, 0))
     factor = _SIDE / max(picture.size)
-    size = [max(1, round(n * factor)) for n in picture.size]
-    picture = picture.resize((size[0], size[1]), Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BILINEAR)
+    size = tuple(max(1, round(n * factor)) for n in picture.size)
+    picture = picture.resize(size, Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BILINEAR)
     file = io.BytesIO()
     picture.save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -216,12 +216,9 @@ def _layers(heads: Mapping[str, int], removed: Sequence[Mapping[str, Sequence[in
         gone.update({name: len(heads_gone) for name, heads_gone in step.items()})
     if not any(gone.values()):
         return []
-    if gone.keys() - heads.keys():  # of a folder of an older version
-        return [{"index": None, "name": name, "gone": n, "heads": 0, "left": 0} for name, n in gone.items()]
-    rows = [(name, gone[name], n) for name, n in heads.items()]
-    return [
-        {"index": i, "name": name, "gone": lost, "heads": n, "left": n - lost} for i, (name, lost, n) in enumerate(rows)
-    ]
+    known = heads if gone.keys() <= heads.keys() else {}  # nothing in a folder of an older version
+    rows = [(i if known else None, name, known.get(name, 0)) for i, name in enumerate(known or gone)]
+    return [{"index": i, "name": name, "gone": gone[name], "heads": n, "left": n - gone[name]} for i, name, n in rows]
 
 
 def _pipeline_of(name: str) -> str | None:

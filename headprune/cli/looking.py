@@ -199,7 +199,7 @@ def _bench_models(
     tables.print_times(console, rows, parts, generation)
     console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")
     measured = {"rows": rows, "time": parts, "generation": generation}
-    console.document({name: documents.to_json(list(each), list[Any]) for name, each in measured.items() if each})
+    console.document({name: [documents.to_json(row) for row in each] for name, each in measured.items() if each})
 
 
 @command("`headprune score MODEL -d DATASET --method fisher --method random`")

@@ -146,10 +146,8 @@ def collect(
     with attention_maps(model, layers, size, keep, unseen) as kept:
         try:
             call(model, inputs, **short)
-        except HeadPruneError:
-            raise
         except Exception as error:
-            if is_out_of_memory(error):
+            if isinstance(error, HeadPruneError) or is_out_of_memory(error):
                 raise
             raise does_not_run(error) from error
     return kept

@@ -63,10 +63,8 @@ def profile_of(sums: Sums, head: int) -> HeadProfile:
     """A head's figures; without a role yet."""
     pairs = {figure: pair[:, head].tolist() for figure, pair in sums.items()}
     queries = int(pairs.get("entropy", (0, 0))[1])
-    least = {"separator": min(_FEW, queries / 2), "same": _FEW}
-    means: dict[str, Any] = {
-        figure: total / over for figure, (total, over) in pairs.items() if over > max(least.get(figure, 0) - 0.5, 0)
-    }
+    least = {"separator": max(min(_FEW, queries / 2) - 0.5, 0), "same": _FEW - 0.5}
+    means: dict[str, Any] = {f: total / over for f, (total, over) in pairs.items() if over > least.get(f, 0)}
     even = means.pop("even", None)
     reach = means["distance"] / even if "distance" in means and even else None
     at = {step: means.pop(f"at {step}") for step in range(-REACH, REACH + 1) if f"at {step}" in means}

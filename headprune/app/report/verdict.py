@@ -95,7 +95,7 @@ class AgainstRandom:
 def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
     """Whether the heads were chosen better than by chance."""
     # As the random ones are: with the cheaper repair, and never trained.
-    alike = budget.repair.layers_alone if budget.repair and budget.repair.layers_alone else untrained(budget)
+    alike = layers_alone(budget) or untrained(budget)
     value, draws = alike.metrics[metrics.metric], budget.random
     sign = 1 if metrics.metric == "accuracy" else -1  # the smaller a loss, the better
     better, worse = (all(way * sign * (value - draw) > 0 for draw in draws) for way in (1, -1))
@@ -105,9 +105,9 @@ def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
     return AgainstRandom(budget, value, mean_of(draws, metrics.metric), word)
 
 
-def by_cheaper_repair(budget: BudgetResult) -> bool:
-    """Whether chosen heads were compared with random ones by a cheaper repair than the model's."""
-    return budget.repair is not None and budget.repair.layers_alone is not None
+def layers_alone(budget: BudgetResult) -> Measured | None:
+    """The chosen heads as they were compared with random ones, if by a cheaper repair than the model's: layer by layer alone."""
+    return budget.repair.layers_alone if budget.repair else None
 
 
 def trained(metrics: Metrics) -> bool:
@@ -137,7 +137,7 @@ def _limit(metrics: Metrics, budget: BudgetResult) -> float:
     """The loss that must be ruled out: what the user allowed, or what is tolerated."""
     limit = budget.budget.limit if budget.budget else None
     if limits_metric([budget]) and limit is not None:
-        return limit if metrics.metric != "loss" else _as_share(metrics, limit)
+        return _as_share(metrics, limit)
     return _margin(metrics)
 
 

@@ -36,7 +36,6 @@ def other_table(metrics: Metrics) -> Table:
 def metrics_table(metrics: Metrics) -> Table:
     """Every metric with p-values and FLOPs, and the run's own metric without what repair and training changed."""
     metric, dense, budgets = metrics.metric, metrics.dense, verdict.largest_first(metrics)
-    repairs = [b.repair for b in budgets]
 
     def values(title: str, models: Sequence[Measured | None], name: str = metric) -> list[str]:
         return [title, *("–" if m is None else numbers.value(m.metrics[name], name) for m in models)]
@@ -50,8 +49,8 @@ def metrics_table(metrics: Metrics) -> Table:
         ["FLOPs", amounts.flops(dense.flops, 4), *flops],
     ]
     others: dict[str, list[Measured | None]] = {
-        f"{metric} without repair": [r.without if r else None for r in repairs],
-        "repaired layer by layer only": [r.layers_alone if r else None for r in repairs],
+        f"{metric} without repair": [b.repair.without if b.repair else None for b in budgets],
+        "repaired layer by layer only": [*map(verdict.layers_alone, budgets)],
         "before training": [*map(verdict.untrained, budgets)] if verdict.trained(metrics) else [],
     }
     columns += [values(title, [None, *models]) for title, models in others.items() if any(models)]

@@ -36,8 +36,8 @@ def next_command(run: Run) -> Markdown:
 
 def scored(documents: Documents) -> Markdown:
     """The heads that matter most and least, and a caution."""
-    warning = shortened(documents.run.parts.score, "scored")
-    return bullets([*map(_extremes, documents.rankings), *[Strong("Caution:", warning)] * bool(warning)])
+    warnings = [Strong("Caution:", text) for text in shortened(documents.run.parts.score, "scored")]
+    return bullets([*map(_extremes, documents.rankings), *warnings])
 
 
 def _extremes(scores: HeadScores) -> str:
@@ -143,7 +143,7 @@ def over_random_line(metrics: Metrics) -> str:
     text = f"Better than random heads? {capital('; '.join(parts))}."
     if verdict.trained(metrics):
         text += " Random heads are not trained, so the chosen ones are compared as they were before training."
-    compared = [p for p in pairs if verdict.by_cheaper_repair(p.budget)]
+    compared = [p for p in pairs if verdict.layers_alone(p.budget)]
     if any(p.value != verdict.untrained(p.budget).metrics[metrics.metric] for p in compared):
         text += (
             " For this comparison both were repaired layer by layer only. The models above also had the last step of repair, which "

@@ -68,7 +68,7 @@ def control(metrics: Metrics) -> str:
 
 def _treatment(metrics: Metrics) -> str:
     """How chosen heads were compared with random ones, where the saved models had more done to them."""
-    cheaper = any(map(verdict.by_cheaper_repair, metrics.budgets))
+    cheaper = any(map(verdict.layers_alone, metrics.budgets))
     return " and ".join(["repaired layer by layer"] * cheaper + ["before training"] * verdict.trained(metrics))
 
 
@@ -99,7 +99,8 @@ def _draw(metrics: Metrics) -> Drawing:
         name = f"chosen heads, {treatment} like the random ones"
         axis.plot(kept, alike, "D:", color=_BLUE, markersize=5, markerfacecolor="white", zorder=4, label=name)
     axis.set_xticks(kept)
-    means, lows, highs = ([f(d) for d in draws[::-1]] for f in (partial(mean_of, metric=metric), min, max))
+    means = [mean_of(of_size, metric) for of_size in draws[::-1]]
+    lows, highs = ([extreme(of_size) for of_size in draws[::-1]] for extreme in (min, max))
     label = f"random heads: mean and range of {max(map(len, draws))} draws"
     axis.plot(kept[::-1], means, "--", color=_GREY, label=label)
     axis.fill_between(kept[::-1], lows, highs, color=_GREY, alpha=0.2, lw=0)

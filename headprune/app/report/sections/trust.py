@@ -15,19 +15,18 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
     """Every one that this run needs, the most important first."""
     return [
         *_no_better_than_random(metrics), *_trained_on_choosing(run, metrics), *_worse_on_other_data(metrics),
-        *filter(None, [shortened(run.parts.report, "reported")]), *_carried_by_few(metrics),
+        *shortened(run.parts.report, "reported"), *_carried_by_few(metrics),
     ]  # fmt: skip
 
 
-def shortened(part: Examples, role: str) -> str:
-    """That texts were cut at their end; "" if none was."""
-    if not part.shortened:
-        return ""
+def shortened(part: Examples, role: str) -> Iterator[str]:
+    """Texts were cut at their end."""
     were, their, they = ("was", "its", "it is") if part.shortened == 1 else ("were", "their", "they are")
-    return (
-        f"{part.shortened:,} of the {part.examples:,} {role} texts {were} cut at {their} end: {they} longer than the model or "
-        "`--max-length` allows."
-    )
+    if part.shortened:
+        yield (
+            f"{part.shortened:,} of the {part.examples:,} {role} texts {were} cut at {their} end: {they} longer than the model or "
+            "`--max-length` allows."
+        )
 
 
 def _no_better_than_random(metrics: Metrics) -> Iterator[str]:
