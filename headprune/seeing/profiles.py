@@ -54,10 +54,10 @@ def profile_heads(
         HeadPruneError: No batch; the model does not run on one; no layer's weights can be seen.
     """
     check_model(model)
-    full = [batch for batch in listed(batches) if not is_empty(batch)]
-    if not full:
+    given = (inputs_of(model, batch) for batch in listed(batches) if not is_empty(batch))
+    inputs = [on_device(model, without_labels(model, batch)) for batch in given]
+    if not inputs:
         raise HeadPruneError("There are no examples to look at.", "Give at least one batch.")
-    inputs = [on_device(model, without_labels(model, inputs_of(model, batch))) for batch in full]
     layers = layers_for(model, layers, inputs[0])
     ids = [getattr(getattr(model, "config", None), "sep_token_id", None)] if separators is None else separators
     marks = torch.tensor([i for i in ids if isinstance(i, int)], dtype=torch.long)
@@ -70,9 +70,9 @@ def profile_heads(
         repeated = _repeated_sums(model, seen, sequences, rows, seed)
         for name, more in repeated.items():
             sums[name] = added(sums[name], more)
-    heads = {layer.name: [profile_of(sums[layer.name], h) for h in range(layer.num_heads)] for layer in seen}
+    heads = {a.name: [with_role(profile_of(sums[a.name], h)) for h in range(a.num_heads)] for a in seen}
     return HeadProfiles(
-        {layer.name: [with_role(profile) for profile in heads.get(layer.name, [])] for layer in layers},
+        {layer.name: heads.get(layer.name, []) for layer in layers},
         {layer.name: layer.index for layer in layers},
         unseen,
         examples=sum(map(rows.size, inputs)),

@@ -44,10 +44,8 @@ def write(folder: RunFolder) -> None:
     try:
         files = _files(documents)
     except _DAMAGE as error:
-        raise HeadPruneError(
-            f"The documents in {folder.path} are damaged, or of another version ({type(error).__name__}: {error}).",
-            "Make the run again.",
-        ) from error
+        what = f"The documents in {folder.path} are damaged, or of another version"
+        raise HeadPruneError(f"{what} ({type(error).__name__}: {error}).", "Make the run again.") from error
     for name, content in files.items():
         write_file(folder.path / name, content)
     for name in PARTS:  # a picture of a run that had more to show

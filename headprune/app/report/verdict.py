@@ -43,14 +43,12 @@ def judge(metrics: Metrics) -> Verdict:
     Only the margin decides: more examples make an interval narrower, and a small loss measurable, but never a model worse. Where a
     budget was itself a limit of what is lost, that limit is the margin, on the reporting part.
     """
-    if _guesses(metrics):
-        return Verdict(GUESSING, _mildest(metrics, metrics.budgets), False, _margin(metrics))
-    for conclusion in (CAN_GO, UNSURE, COSTS):
-        if budgets := [b for b in metrics.budgets if _conclusion(metrics, b) == conclusion]:
-            recommended = conclusion == CAN_GO
-            budget = min(budgets, key=lambda b: b.kept) if recommended else _mildest(metrics, budgets)
-            return Verdict(conclusion, budget, recommended, _limit(metrics, budget))
-    raise ValueError("no budgets")
+    conclusions = [_conclusion(metrics, b) for b in metrics.budgets]
+    best = min(conclusions, key=(GUESSING, CAN_GO, UNSURE, COSTS).index)
+    budgets = [b for b, conclusion in zip(metrics.budgets, conclusions, strict=True) if conclusion == best]
+    recommended = best == CAN_GO
+    budget = min(budgets, key=lambda b: b.kept) if recommended else _mildest(metrics, budgets)
+    return Verdict(best, budget, recommended, _limit(metrics, budget))
 
 
 def largest_first(metrics: Metrics) -> list[BudgetResult]:
@@ -122,12 +120,12 @@ def untrained(budget: BudgetResult) -> Measured:
 
 def headline_row(latency: Latencies) -> LatencyRow:
     """The input whose speed is told first: the largest batch, of the length that is nearest to the median."""
-    largest = max(row.batch for row in latency.rows)
-    rows = [row for row in latency.rows if row.batch == largest]
-    return min(rows, key=lambda row: abs(row.length - latency.typical_length))
+    return min(latency.rows, key=lambda row: (-row.batch, abs(row.length - latency.typical_length)))
 
 
 def _conclusion(metrics: Metrics, budget: BudgetResult) -> str:
+    if _guesses(metrics):
+        return GUESSING
     if loss_within(metrics, budget.change) <= _limit(metrics, budget):
         return CAN_GO
     return COSTS if budget.change.verdict == "worse" else UNSURE
@@ -138,11 +136,6 @@ def _limit(metrics: Metrics, budget: BudgetResult) -> float:
     limit = budget.budget.limit if budget.budget else None
     if limits_metric([budget]) and limit is not None:
         return _as_share(metrics, limit)
-    return _margin(metrics)
-
-
-def _margin(metrics: Metrics) -> float:
-    """The loss that must be ruled out where the user named none."""
     return TOLERATED.get(metrics.metric, TOLERATED_SHARE)
 
 

@@ -146,8 +146,7 @@ def _document(
 ) -> Heads:  # fmt: skip
     started = time.monotonic()
     separators = [getattr(owner, "sep_token_id", None) for owner in (loaded.processor, loaded.config)]
-    known = {token for token in separators if isinstance(token, int)}
-    profiles = profile_heads(loaded.model, batches, layers, separators=known, seed=seed)
+    profiles = profile_heads(loaded.model, batches, layers, separators=separators, seed=seed)
     seen = [layer for layer in layers if layer.name not in profiles.unseen]
     shown = [_sample(loaded, seen, inputs, profiles.grid, cut, longest) for inputs, cut in samples]
     unit = "tokens" if profiles.grid is None else "patches"
@@ -190,8 +189,7 @@ def _sample(
         (ours, _), (theirs, at_keys) = named
         rows = None if max(queries, keys) <= longest else _some_rows(queries, grid)
         table = torch.stack(weights.whole()[0].chunk(weights.windows, dim=1)).mean(dim=0)  # over windows
-        table = table if rows is None else table[:, list(rows)]
-        table = table[..., : len(at_keys.labels)]  # without sinks
+        table = table[:, slice(None) if rows is None else list(rows), : len(at_keys.labels)]  # without sinks
         held[index] = SampleLayer.packed(index, table.cpu().float().numpy(), ours, theirs, rows)
 
     with quiet(loaded.model), torch.no_grad():
@@ -210,8 +208,7 @@ def _texts(loaded: LoadedModel, inputs: Any) -> tuple[dict[str, Positions], str]
         return {}, ""
     pair = source is not sequences.target
     known = {"source": source, "target": sequences.target} if pair else {"input": source}
-    ids = {name: sequence.ids[0].tolist() for name, sequence in known.items() if sequence.ids is not None}
-    texts = {name: Positions(labels=token_labels(some, tokenizer)) for name, some in ids.items()}
+    texts = {n: Positions(labels=token_labels(s.ids[0], tokenizer)) for n, s in known.items() if s.ids is not None}
     if source.ids is None:
         return texts, ""
     text = tokenizer.decode(source.ids[0].tolist(), skip_special_tokens=True)
@@ -258,10 +255,10 @@ def _some_rows(count: int, whole: Grid | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys([0, *patches]))
 
 
-def token_labels(ids: list[int], tokenizer: Any) -> tuple[str, ...]:
+def token_labels(ids: Tensor, tokenizer: Any) -> tuple[str, ...]:
     """Tokens as text, each with what cannot be seen or printed made visible; a space before it is ``·``."""
     labels = []
-    for token in ids:
+    for token in ids.tolist():
         text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
         if not text or "\ufffd" in text:  # a part of a letter, or something that stands for nothing
             text = str(tokenizer.convert_ids_to_tokens(token))

@@ -42,11 +42,7 @@ def cells(sample: Sample, layer: SampleLayer) -> NDArray[np.float32]:
 def resized(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
     """A table with other numbers of rows and columns; each new cell has the largest value of those it covers, so a line stays visible."""
     for axis, wanted in ((0, rows), (1, columns)):
-        have = table.shape[axis]
-        if wanted >= have:
-            table = np.take(table, np.arange(wanted) * have // wanted, axis=axis)
-        else:
-            table = np.maximum.reduceat(table, np.arange(wanted) * have // wanted, axis=axis)
+        table = np.maximum.reduceat(table, np.arange(wanted) * table.shape[axis] // wanted, axis=axis)
     return table
 
 
