@@ -88,10 +88,8 @@ def _sums(
     """The sums over all queries of every layer, by its name; ``known`` holds for all batches."""
 
     def keep(batch: Example, weights: Weights) -> Sums:
-        layer, (queries, keys) = weights.layer, weights.shape[2:]
-        sequences = sequences_of(model, batch, rows)
-        at_queries, at_keys = sequences.queries(layer, queries), sequences.keys(layer, keys)
-        return sums_of(weights, replace(known, queries=at_queries, keys=at_keys, is_image=is_image(batch)))
+        given = replace(known, sequences=sequences_of(model, batch, rows), is_image=is_image(batch))
+        return sums_of(weights, given)
 
     sums: dict[str, Sums] = {layer.name: {} for layer in layers}
     for batch in inputs:

@@ -34,10 +34,7 @@ class TokenSequence:
     def if_length(self, count: int) -> TokenSequence:
         """This sequence if it has so many positions, else one of which nothing is known."""
         known = self.ids if self.ids is not None else self.real
-        return self if known is not None and known.shape[1] == count else UNKNOWN_TOKENS
-
-
-UNKNOWN_TOKENS = TokenSequence()
+        return self if known is not None and known.shape[1] == count else TokenSequence()
 
 
 @dataclass(frozen=True)
@@ -59,6 +56,9 @@ class Sequences:
     def keys(self, layer: AttentionLayer, count: int) -> TokenSequence:
         """The sequence that a layer with so many keys attends to."""
         return (self.target if layer.kind == "decoder" else self.source).if_length(count)
+
+
+UNKNOWN_SEQUENCES = Sequences(TokenSequence(), TokenSequence())
 
 
 def sequences_of(model: nn.Module, inputs: Any, rows: Rows) -> Sequences:

@@ -14,7 +14,7 @@ from torch import Tensor
 from headprune.inputs import doubled
 from headprune.seeing.maps import Weights
 from headprune.seeing.roles import HeadProfile
-from headprune.seeing.sequences import UNKNOWN_TOKENS, Grid, TokenSequence
+from headprune.seeing.sequences import UNKNOWN_SEQUENCES, Grid, Sequences
 
 REACH = 8  # relative positions that the largest weight is looked for at, on both sides
 _FEW = 20  # queries below which a figure that only some queries have says nothing
@@ -29,7 +29,7 @@ class LayerInput:
 
     Attributes:
         separators: Ids of tokens that separate texts.
-        queries, keys: The sequences that stand there.
+        sequences: What the model reads there.
         frequencies: How often each token is in the data, by id; None where that is not counted.
         grid: Of the image that the model sees.
         is_image: Whether the positions are those of an image, with a grid that is known or not.
@@ -37,8 +37,7 @@ class LayerInput:
     """
 
     separators: Tensor | None = None
-    queries: TokenSequence = UNKNOWN_TOKENS
-    keys: TokenSequence = UNKNOWN_TOKENS
+    sequences: Sequences = UNKNOWN_SEQUENCES
     frequencies: Tensor | None = None
     grid: Grid | None = None
     is_image: bool = False
@@ -90,11 +89,12 @@ class _Call:
         self.tokens = length if self.aligned else keys
         everywhere = torch.ones(rows, keys, dtype=torch.bool, device=device)
         visible = (weights.visible() if plain else everywhere)[:, : self.tokens]
-        at_keys = given.queries if self.aligned else given.keys  # without sinks
+        at_queries = given.sequences.queries(layer, queries)
+        at_keys = at_queries if self.aligned else given.sequences.keys(layer, keys)  # without sinks
         self.ids = at_keys.ids.to(device) if plain and at_keys.ids is not None else None
         self.real_keys = at_keys.real.to(device) if plain and at_keys.real is not None else visible
-        if windows == 1 and given.queries.real is not None:
-            self.real_queries = given.queries.real.to(device)
+        if windows == 1 and at_queries.real is not None:
+            self.real_queries = at_queries.real.to(device)
         else:  # padding is what nobody looks at
             self.real_queries = visible if self.aligned else visible.new_ones(rows, length)
         self.rarest = None

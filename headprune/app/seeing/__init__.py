@@ -145,7 +145,7 @@ def _document(
     longest: int, seed: int,
 ) -> Heads:  # fmt: skip
     started = time.monotonic()
-    separators = [getattr(owner, "sep_token_id", None) for owner in (loaded.processor, loaded.config)]
+    separators: list[Any] = [getattr(owner, "sep_token_id", None) for owner in (loaded.processor, loaded.config)]
     profiles = profile_heads(loaded.model, batches, layers, separators=separators, seed=seed)
     seen = [layer for layer in layers if layer.name not in profiles.unseen]
     shown = [_sample(loaded, seen, inputs, profiles.grid, cut, longest) for inputs, cut in samples]

@@ -52,6 +52,7 @@ def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]
     Args:
         drop: Heads to cross out, by layer.
     """
+    from matplotlib import colormaps
     from matplotlib.colors import to_rgb
     from matplotlib.patches import Patch
 
@@ -66,7 +67,8 @@ def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]
             roles.append(profile.heads[h].role)
             tile = canvas[i * step : i * step + size, h * step : h * step + size]
             tile[:] = to_rgb(_COLOURS.get(roles[-1], _COLOURS[MIXED]))
-            tile[_FRAME:-_FRAME, _FRAME:-_FRAME] = _shade(resized(table, _CELL, _CELL))
+            shown = np.sqrt(np.clip(resized(table, _CELL, _CELL), 0, 1))  # the root, so that small weights can be seen
+            tile[_FRAME:-_FRAME, _FRAME:-_FRAME] = colormaps["Blues"](shown)[..., :3]
     figure, (axis,) = new_figure(1.3 + widest * 0.5, 1.5 + len(rows) * 0.5)
     axis.imshow(canvas, interpolation="nearest")
     if crosses := [(h * step, i * step) for i, (p, _) in enumerate(rows) for h in (drop or {}).get(p.name, ())]:
@@ -134,13 +136,6 @@ def _figure_of_patches(queries: Positions, keys: Positions, rows: Sequence[int],
     figure.colorbar(image, ax=axes, shrink=0.8).set_label("attention weight", fontsize=8)
     figure.suptitle(title, fontsize=9, parse_math=False)
     return figure
-
-
-def _shade(table: Any) -> Any:
-    """Weights as colours, from white to dark blue; the square root, so that small ones can be seen."""
-    from matplotlib import colormaps
-
-    return colormaps["Blues"](np.sqrt(np.clip(table, 0, 1)))[..., :3]
 
 
 def _titled(axis: Axes, title: str) -> None:
