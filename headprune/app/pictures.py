@@ -55,8 +55,7 @@ def as_uri(pixels: Tensor) -> str:
     """An image as a model sees it, its values stretched from black to white, as a ``data:`` URI of a PNG."""
     from PIL import Image
 
-    values = pixels.detach().float().cpu()
-    values = values[:3] if len(values) >= 3 else values[:1]
+    values = pixels[: 3 if len(pixels) >= 3 else 1].detach().float().cpu()
     low, high = float(values.min()), float(values.max())
     levels = ((values - low) / max(high - low, 1e-9) * 255).round().byte().numpy()
     picture = Image.fromarray(levels[0] if len(levels) == 1 else levels.transpose(1, 2, 0))

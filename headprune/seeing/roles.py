@@ -172,8 +172,7 @@ def with_role(profile: HeadProfile) -> HeadProfile:
         return replace(profile, role=UNKNOWN, because="no query in the data sees two keys")
     evidence = _evidence(profile)
     for rule in RULES:
-        share = evidence[rule.figure]
-        if share is not None and share >= rule.least:
+        if (share := evidence[rule.figure]) is not None and share >= rule.least:
             return replace(profile, role=rule.role, clarity=share, because=_because(rule, share, profile))
     shares = [(share, words) for figure, words in _SHARES.items() if (share := evidence[figure]) is not None]
     most = sorted(shares, reverse=True)[:2]

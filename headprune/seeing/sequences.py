@@ -74,10 +74,9 @@ def sequences_of(model: nn.Module, inputs: Any, rows: Rows) -> Sequences:
         return Sequences(source, source)
     decoder: dict[str, Any] = {k: v for k, v in inputs.items() if k.startswith("decoder_")}
     labels = inputs.get("labels")
-    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if "decoder_input_ids" not in decoder and isinstance(labels, Tensor):
         decoder.setdefault("decoder_attention_mask", labels != IGNORED)
-        if prepare is not None:
+        if prepare := getattr(model, "prepare_decoder_input_ids_from_labels", None):
             decoder["decoder_input_ids"] = prepare(labels=labels)
     return Sequences(source, sequence(decoder, "decoder_"))
 
