@@ -11,12 +11,10 @@ load it where headprune is not installed. So they import nothing of headprune bu
 from headprune.pruned.hooks import HeadArgument, SharedPositionBias, from_ranges, to_ranges
 from headprune.pruned.modules import EmptyAttention, MultiheadAttention, convert, is_ours, stand_in
 from headprune.pruned.structure import (
-    Structure,
     add_biases,
     add_record,
     ghosts,
     home,
-    note_ghosts,
     record_of,
     remove_biases,
     restructure,
@@ -24,7 +22,7 @@ from headprune.pruned.structure import (
 )
 
 __all__ = [
-    "EmptyAttention", "HeadArgument", "MultiheadAttention", "SharedPositionBias", "Structure", "add_biases", "add_record", "convert",
-    "from_ranges", "ghosts", "home", "is_ours", "note_ghosts", "record_of", "remove_biases", "restructure", "stand_in", "structure_of",
+    "EmptyAttention", "HeadArgument", "MultiheadAttention", "SharedPositionBias", "add_biases", "add_record", "convert",
+    "from_ranges", "ghosts", "home", "is_ours", "record_of", "remove_biases", "restructure", "stand_in", "structure_of",
     "to_ranges",
 ]  # fmt: skip

@@ -16,8 +16,8 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
 from headprune.inputs import Example, call, does_not_run, seeded, tensors, widened
 from headprune.running import attributes_kept, exact_attention
+from headprune.surgery.cutter import cut, snapshot
 from headprune.surgery.evidence import Prompt, Seen, differing, gap, largest, watching, within_bounds
-from headprune.surgery.journal import Journal
 from headprune.surgery.removal import Removal, left_as_ghosts, ways
 
 _SAME = "the same changes were tried before"  # by another removal
@@ -126,57 +126,54 @@ class Attempt:
 
     Attributes:
         removal: What was removed, and how.
-        journal: Takes the removal back.
-        failure: Why it is not exact, and then the model is unchanged; "" if it is, and then the heads are gone.
+        failure: Why it is not exact, and then the model is unchanged; "" if it is.
         proof: What was compared.
     """
 
     removal: Removal
-    journal: Journal
     failure: str
     proof: Proof
 
 
-def prove(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> Attempt:
+def prove(
+    model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers, *, keep: bool = True
+) -> Attempt:
     """Remove the heads of the layers ``touched`` in the first way that passes the proof; the last that failed, if none does.
 
     Args:
         inputs: As `references` takes them.
         layers: All layers of the model.
+        keep: Leave the heads removed; else the model is unchanged.
     """
     heads, tolerance = {layer.name: drop[layer.name] for layer in touched}, tolerance_of(model)
-    reference, known, failed = references(model, inputs, heads, layers), Changes(), list[Attempt]()
+    reference, known = references(model, inputs, heads, layers), Changes()
+    restore = snapshot(model)
     for removal in ways(touched, heads):
-        journal = Journal()
         try:
-            difference, failure = _compare(model, journal, removal, reference, tolerance, known)
+            difference, failure = _compare(model, removal, reference, tolerance, known)
         except BaseException:  # an interrupt must not leave half a prune either
-            journal.undo()
+            restore()
             raise
-        proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, drop))
-        attempt = Attempt(removal, journal, failure, proof)
+        if failure or not keep:
+            restore()
+        if failure != _SAME:
+            proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, drop))
+            attempt = Attempt(removal, failure, proof)
         if not failure:
-            return attempt
-        journal.undo()
-        failed += [attempt] if failure != _SAME else []
-    return failed[-1]
+            break
+    return attempt
 
 
 def failing_layers(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> list[str]:
     """The names of the layers that fail the proof without the others; arguments as for `prove`."""
-    names = []
-    for layer in touched:
-        attempt = prove(model, [layer], drop, inputs, layers)
-        attempt.journal.undo()
-        names += [layer.name] if attempt.failure else []
-    return names
+    return [a.name for a in touched if prove(model, [a], drop, inputs, layers, keep=False).failure]
 
 
 Changes = set[tuple[str, ...]]
 
 
 def _compare(
-    model: nn.Module, journal: Journal, removal: Removal, reference: list[Reference], tolerance: float, known: Changes
+    model: nn.Module, removal: Removal, reference: list[Reference], tolerance: float, known: Changes
 ) -> tuple[float, str]:
     """Remove heads, and compare the model with the masked one.
 
@@ -191,8 +188,7 @@ def _compare(
     # A model in which these heads hardly count would pass whatever is done to them.
     least = tolerance * (FINEST if tolerance < HALF else 1)
     try:
-        journal.remove(model, removal)
-        if (changes := tuple(journal.changes)) in known:
+        if (changes := cut(model, removal)) in known:
             return worst, _SAME
         known.add(changes)
         for each in reference:

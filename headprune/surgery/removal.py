@@ -59,14 +59,14 @@ WIDTHS: dict[str, Callable[[str], bool]] = {
 def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
     """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does."""
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
-    arguments = (False, True) if any(not a.features for layer in layers for a in layer.arguments) else (False,)
-    sides = (False, True) if any(layer.side_modules for layer in layers) else (False,)
-    groups, narrows, configs = (False, True), (False, True), (False, True)
-    order = product(groups, narrows, sides, configs, arguments, WIDTHS)  # the last changes first
-    return [
-        Removal(tuple(layers), drop, widths, cut, own, side, narrow, by_group)
-        for by_group, narrow, side, own, cut, widths in order
-    ]
+    arguments = any(not a.features for layer in layers for a in layer.arguments)
+    sides, both, no = any(layer.side_modules for layer in layers), (False, True), (False,)
+    choices: dict[str, Any] = {
+        "by_group": both, "narrow": both, "side_modules": both if sides else no, "own_config": both,
+        "cut_arguments": both if arguments else no, "widths": WIDTHS,
+    }  # fmt: skip
+    each = product(*choices.values())  # the last changes first
+    return [Removal(tuple(layers), drop, **dict(zip(choices, way, strict=True))) for way in each]
 
 
 def check_present(model: nn.Module, layer: AttentionLayer) -> None:
