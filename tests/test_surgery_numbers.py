@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.pruned.hooks import HeadArgument, surviving
 from headprune.surgery import cutter
-from headprune.surgery.evidence import ROWS, _Bounds, _by_head, _sampled, differing, longer, position_limit
+from headprune.surgery.evidence import ROWS, Bounds, _by_head, _sampled, differing, longer, position_limit
 from headprune.surgery.proof import Reference, _compare, _is_distribution, _sure, answers, tolerance_of
 from headprune.surgery.removal import Removal, count_changes, groups_left, ways
 from tests.support.zoo import bert
@@ -267,7 +267,7 @@ def test_the_least_limit_of_a_config(fields: dict[str, Any], limit: int | None) 
 ])  # fmt: skip
 def test_an_index_out_of_range_never_reaches_a_gpu(use: Any) -> None:
     table = torch.randn(5, 5)
-    with _Bounds():
+    with Bounds():
         use(table, torch.tensor([[4, 0]]))
         for wrong in (5, -6):
             with pytest.raises(IndexError, match=f"index {wrong} is out of range for 5 entries"):

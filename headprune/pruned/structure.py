@@ -188,13 +188,10 @@ def hold(module: nn.Module, name: str, value: Tensor | None) -> None:
         module._non_persistent_buffers_set.discard(name)
 
 
-def set_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
-    """Replace a module by another; returns the old one."""
+def set_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Replace a module by another."""
     parent_name, _, child = name.rpartition(".")
-    held = model.get_submodule(parent_name)._modules
-    old, held[child] = held[child], new
-    assert old is not None
-    return old
+    model.get_submodule(parent_name)._modules[child] = new
 
 
 def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, HeadFeatures
 from headprune.inputs import model_device
 from headprune.offload import hook_of, is_elsewhere, put, value_of, with_numbers
-from headprune.pruned import MultiheadAttention, convert, hooks, is_ours
+from headprune.pruned import MultiheadAttention, hooks, is_ours
 from headprune.pruned.hooks import Features, surviving
 from headprune.pruned.modules import ConfigView, OnlyBias, emptied
 from headprune.pruned.structure import Edited, hold, holder_of, replace_by_stand_in, set_module
@@ -67,9 +67,7 @@ class _Cutter:
     def cut_layer(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
         """Remove the heads of one layer."""
         dropped = set(removal.drop[layer.name])
-        attention = model.get_submodule(layer.module)
-        if convert(attention) is not None:
-            attention = replace_by_stand_in(model, layer.module)
+        attention = replace_by_stand_in(model, layer.module)
         kept = [h for h in range(layer.num_heads) if h not in dropped]
         ghost = not kept and layer.bypass == "ghost"
         if not kept and layer.bypass == "stub":

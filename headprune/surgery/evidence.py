@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -130,14 +130,8 @@ def _extended(value: Any, new: Mapping[int, int], main: Tensor, dim: int, batch:
     return torch.ones_like(value) if "attention_mask" in name and plain else value
 
 
-def within_bounds(model: nn.Module) -> AbstractContextManager[Any]:
-    """Raise IndexError for an index out of range on any device: CUDA would stop working for the whole process."""
-    # A CPU raises by itself.
-    return nullcontext() if inputs.model_device(model).type == "cpu" else _Bounds()  # type: ignore[no-untyped-call]
-
-
-class _Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Checks every index before it is used."""
+class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """IndexError for an index out of range on any device, while the context lasts: CUDA would stop working for the whole process."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         look = _LOOKUPS.get(func.overloadpacket)

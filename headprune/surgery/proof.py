@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import Example, call, does_not_run, seeded, tensors, widened
+from headprune.inputs import Example, call, does_not_run, model_device, seeded, tensors, widened
 from headprune.running import attributes_kept, exact_attention
 from headprune.surgery.cutter import cut, snapshot
-from headprune.surgery.evidence import Prompt, Seen, differing, gap, largest, watching, within_bounds
+from headprune.surgery.evidence import Bounds, Prompt, Seen, differing, gap, largest, watching
 from headprune.surgery.removal import Removal, left_as_ghosts, ways
 
 _SAME = "the same changes were tried before"  # by another removal
@@ -91,8 +91,9 @@ def references(model: nn.Module, inputs: Inputs, drop: Heads, layers: Layers) ->
         for number, choices in enumerate(inputs):
             for batch in choices:
                 try:
-                    # An index out of range ends all work on a GPU, so it must not get there.
-                    with within_bounds(model) if number else nullcontext():
+                    # An index out of range ends all work on a GPU, so it must not get there. A CPU raises by itself.
+                    on_cpu = model_device(model).type == "cpu"
+                    with Bounds() if number and not on_cpu else nullcontext():  # type: ignore[no-untyped-call]
                         result.append(_reference(model, batch, drop, layers))
                     break
                 except HeadPruneError:
