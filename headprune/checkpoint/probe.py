@@ -142,16 +142,10 @@ def _problem(
     return f"does not answer as the saved one did: by {off:.2g} of the largest value{first}"
 
 
+@torch.no_grad()
 def run(model: nn.Module, example: Any, seed: int = 0) -> list[Tensor]:
     """A model's answers in evaluation mode, by full float32 arithmetic, on the CPU; the model stays as it was."""
-    with (
-        full_precision(),
-        seeded(model, seed),
-        uncompiled(),
-        attributes_kept(model),
-        evaluating(model),
-        torch.no_grad(),
-    ):
+    with full_precision(), seeded(model, seed), uncompiled(), attributes_kept(model), evaluating(model):
         return [t.cpu() for t in answers(call(model, move(example, model_device(model))))]
 
 

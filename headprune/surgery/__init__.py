@@ -96,18 +96,18 @@ def prune(
 
     with torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), torch.no_grad():
         inputs = inputs_for(model, usable(move(example, model_device(model))))
-        attempt = prove(model, touched, drop, inputs, layers)
-        if attempt.failure:
+        removal, proof, failure = prove(model, touched, drop, inputs, layers)
+        if failure:
             names = ", ".join(failing_layers(model, touched, drop, inputs, layers)[:3]) or "these layers together"
-            message = f"The heads of {names} cannot be removed exactly: {attempt.failure}. The model is unchanged."
+            message = f"The heads of {names} cannot be removed exactly: {failure}. The model is unchanged."
             raise PruneError(message, "Mask them instead (headprune.mask), or leave that layer out of the plan.")
     heads = {"heads": {layer.name: layer.num_heads for layer in layers}} if whole else {}
-    add_record(model, {"removed": [attempt.removal.drop], **heads}, attempt.proof.ghosts)
+    add_record(model, {"removed": [removal.drop], **heads}, proof.ghosts)
     forget_compiled()
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name).train(training)
     input_specs.record(model, example)
-    return attempt.proof
+    return proof
 
 
 def remove(model: nn.Module, removal: Removal) -> None:

@@ -121,30 +121,19 @@ def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Layers) ->
     return Reference(batch, outputs, effect, seen)
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A removal that was tried on a model.
-
-    Attributes:
-        removal: What was removed, and how.
-        failure: Why it is not exact, and then the model is unchanged; "" if it is.
-        proof: What was compared.
-    """
-
-    removal: Removal
-    failure: str
-    proof: Proof
-
-
 def prove(
     model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers, *, keep: bool = True
-) -> Attempt:
-    """Remove the heads of the layers ``touched`` in the first way that passes the proof; the last that failed, if none does.
+) -> tuple[Removal, Proof, str]:
+    """Remove the heads of the layers ``touched`` in the first way that passes the proof.
 
     Args:
         inputs: As `references` takes them.
         layers: All layers of the model.
         keep: Leave the heads removed; else the model is unchanged.
+
+    Returns:
+        What was removed, and how; what was compared; and "". If no way passes, the last that failed, and why it is not exact; then the
+        model is unchanged.
     """
     heads, tolerance = {layer.name: drop[layer.name] for layer in touched}, tolerance_of(model)
     reference, known = references(model, inputs, heads, layers), Changes()
@@ -159,15 +148,15 @@ def prove(
             restore()
         if failure != _SAME:
             proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, drop))
-            attempt = Attempt(removal, failure, proof)
+            tried = removal, proof, failure
         if not failure:
             break
-    return attempt
+    return tried
 
 
 def failing_layers(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> list[str]:
     """The names of the layers that fail the proof without the others; arguments as for `prove`."""
-    return [a.name for a in touched if prove(model, [a], drop, inputs, layers, keep=False).failure]
+    return [a.name for a in touched if prove(model, [a], drop, inputs, layers, keep=False)[2]]
 
 
 Changes = set[tuple[str, ...]]
