@@ -48,11 +48,11 @@ def record(model: nn.Module, example: Any) -> None:
     """Keep on a model the spec of its inputs: that of an example's first rows and tokens, and that of the whole example."""
     specs, special = [], _special_ids(model)
     for smaller in (True, False):
-        try:
+        with suppress(
+            _NoSpecError, RuntimeError, NotImplementedError, TypeError
+        ):  # nested or sparse tensors, for instance
             given = first_tokens(first_rows(example, ROWS), TOKENS) if smaller else example
             specs.append(_spec_of(given, "", special))
-        except (_NoSpecError, RuntimeError, NotImplementedError, TypeError):  # nested or sparse tensors, for instance
-            continue
     record_specs(model, specs)
 
 
@@ -209,9 +209,8 @@ def _spec_of(value: Any, name: str, special: Iterable[int]) -> Spec:
 def _other_ids(ids: Tensor, special: Iterable[int]) -> Tensor:
     """Token ids replaced by others up to the largest one; ids that control a model (padding, the place of an image) stay."""
     high, special = int(ids.max()) if ids.numel() else 0, sorted(special)
-    pool = [
-        i for i in dict.fromkeys(5 + n * max(high - 5, 0) // 63 for n in range(64)) if i not in special and i <= high
-    ]
+    spread = dict.fromkeys(5 + n * max(high - 5, 0) // 63 for n in range(64))
+    pool = [i for i in spread if i not in special and i <= high]
     if not pool:
         return ids.clone()
     other = torch.tensor(pool)[_arbitrary(ids.numel()) % len(pool)].reshape(ids.shape).to(ids.dtype)

@@ -3,7 +3,7 @@
 `accelerate.dispatch_model` (transformers' ``device_map="auto"``) puts a placeholder without numbers (on the meta device) in the place of
 each such weight, and a hook on the module that puts the numbers there while the module runs, out of a mapping by name
 (``weights_map``). Here they are read, changed and copied. Changed numbers go into a mapping in front of the one that was there, so
-neither a file nor a tensor of the user's is ever written to, and an undo takes the mapping away.
+neither a file nor a tensor of the user's is ever written to, and what was there can be put back.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import math
 import os
 import tempfile
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 from torch import Tensor, nn
 
-from headprune.pruned import add_biases
-
-Undo = Callable[[], None]
+from headprune.pruned.structure import add_biases, holder_of
 
 
 def hook_of(module: nn.Module) -> Any:
@@ -39,7 +37,7 @@ def _hooks(module: nn.Module) -> Sequence[Any]:
 
 def is_elsewhere(module: nn.Module, name: str) -> bool:
     """Whether a module's own parameter or buffer is kept elsewhere, and not just loaded."""
-    tensor = _tensors(module, name).get(name)
+    tensor = holder_of(module, name).get(name)
     return tensor is not None and tensor.is_meta and hook_of(module) is not None
 
 
@@ -65,7 +63,7 @@ def value_of(module: nn.Module, name: str) -> Tensor:
     Raises:
         KeyError: It has no such tensor, or its numbers are nowhere.
     """
-    tensor: Tensor = _tensors(module, name)[name]
+    tensor: Tensor = holder_of(module, name)[name]
     if not tensor.is_meta:
         return tensor
     stored: Mapping[str, Tensor] = getattr(hook_of(module), "weights_map", {})
@@ -75,7 +73,7 @@ def value_of(module: nn.Module, name: str) -> Tensor:
 
 def place_of(module: nn.Module, name: str) -> object:
     """Where the numbers of a module's own tensor are: equal for two names of one tensor; a tuple for a place on disk."""
-    tensor: Tensor = _tensors(module, name)[name]
+    tensor: Tensor = holder_of(module, name)[name]
     hook = hook_of(module) if tensor.is_meta else None
     return _place({name: tensor} if hook is None else hook.weights_map, name)
 
@@ -92,16 +90,13 @@ def _place(stored: Any, name: str) -> object:
     return entry.get("safetensors_file", id(stored)), entry.get("weight_name", name)
 
 
-def put(module: nn.Module, name: str, value: Tensor, *, in_memory: bool = False) -> Undo:
+def put(module: nn.Module, name: str, value: Tensor, *, in_memory: bool = False) -> None:
     """Replace the numbers of a module's tensor that is kept elsewhere, also by a tensor of another shape; the placeholder is replaced, too.
 
     Args:
         in_memory: Whether they may stay in the CPU's memory where the old ones are on disk.
-
-    Returns:
-        What takes it back, placeholder and all.
     """
-    hook, tensors = hook_of(module), _tensors(module, name)
+    hook, tensors = hook_of(module), holder_of(module, name)
     stored, before = hook.weights_map, tensors.get(name)
     value = value.detach().to("cpu", before.dtype if before is not None else value.dtype).contiguous()
     changed, base = (stored.maps[0], stored.maps[-1]) if isinstance(stored, ChainMap) else ({}, stored)
@@ -111,20 +106,10 @@ def put(module: nn.Module, name: str, value: Tensor, *, in_memory: bool = False)
     trained = before.requires_grad if before is not None else value.is_floating_point()
     tensors[name] = _placeholder(value, name not in module._buffers, trained)
 
-    def back() -> None:
-        hook.weights_map = stored
-        tensors[name] = before
-
-    return back
-
 
 def _placeholder(like: Tensor, is_parameter: bool, trained: bool) -> Tensor:
     empty = torch.empty(like.shape, dtype=like.dtype, device="meta")
     return nn.Parameter(empty, trained) if is_parameter else empty
-
-
-def _tensors(module: nn.Module, name: str) -> MutableMapping[str, Any]:
-    return module._buffers if name in module._buffers else module._parameters
 
 
 def _loader(stored: Any) -> Any:
@@ -140,7 +125,7 @@ def add_stored_biases(model: nn.Module, names: Sequence[str]) -> None:
     modules = dict(model.named_modules())
     for name in names:
         if name in modules and is_elsewhere(modules[name], "bias"):
-            bias = _tensors(modules[name], "bias")["bias"]
+            bias = holder_of(modules[name], "bias")["bias"]
             put(modules[name], "bias", torch.zeros(bias.shape, dtype=bias.dtype), in_memory=True)
 
 
@@ -156,7 +141,7 @@ class Offloaded(Mapping[str, Tensor]):
         for name in self._plain:
             owner, _, own = name.rpartition(".")
             # What stands for weights that are gone is in no module that has a name.
-            if owner in modules and own in _tensors(modules[owner], own):
+            if owner in modules and own in holder_of(modules[owner], own):
                 self._own[name] = modules[owner], own
         self._tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
 

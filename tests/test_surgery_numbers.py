@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.pruned.hooks import HeadArgument, surviving
-from headprune.surgery import journal
-from headprune.surgery.evidence import ROWS, _Bounds, _by_head, _sampled, differing, longer, position_limit
-from headprune.surgery.journal import Journal
+from headprune.surgery import cutter
+from headprune.surgery.evidence import ROWS, Bounds, _by_head, _sampled, differing, longer, position_limit
 from headprune.surgery.proof import Reference, _compare, _is_distribution, _sure, answers, tolerance_of
 from headprune.surgery.removal import Removal, count_changes, groups_left, ways
 from tests.support.zoo import bert
@@ -47,7 +46,7 @@ class Answering(nn.Module):
 def compared(got: list[Any], masked: list[Any], effect: float) -> tuple[float, str]:
     expected = [torch.as_tensor(m, dtype=torch.float64) for m in masked]
     reference = Reference({"x": t(0)}, expected, [effect] * len(masked), {})
-    return _compare(Answering(*got), Journal(), Removal((), {}), [reference], 1e-4, set())
+    return _compare(Answering(*got), Removal((), {}), [reference], 1e-4, set())
 
 
 @pytest.mark.parametrize(("off", "effect", "fails"), [
@@ -78,7 +77,7 @@ def test_a_wrong_cut_is_noticed_where_the_layer_gives_nothing(monkeypatch: pytes
     model, example = bert()
     with torch.no_grad():
         model.bert.encoder.layer[0].attention.output.dense.weight.zero_()
-    monkeypatch.setattr(journal, "surviving", lambda part, kept: surviving(part, [(h + 1) % 4 for h in kept]))
+    monkeypatch.setattr(cutter, "surviving", lambda part, kept: surviving(part, [(h + 1) % 4 for h in kept]))
     for layer in ("L0", "L2"):
         with pytest.raises(hp.PruneError, match="from the masked model's"):
             hp.prune(model, {layer: [2, 3]}, example)
@@ -268,7 +267,7 @@ def test_the_least_limit_of_a_config(fields: dict[str, Any], limit: int | None) 
 ])  # fmt: skip
 def test_an_index_out_of_range_never_reaches_a_gpu(use: Any) -> None:
     table = torch.randn(5, 5)
-    with _Bounds():
+    with Bounds():
         use(table, torch.tensor([[4, 0]]))
         for wrong in (5, -6):
             with pytest.raises(IndexError, match=f"index {wrong} is out of range for 5 entries"):

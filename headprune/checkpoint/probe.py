@@ -13,7 +13,8 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,10 @@ def restore_buffers(model: nn.Module, folder: Path) -> None:
     """Give a model the saved buffers that are not in the file of weights, such as rotary frequencies."""
     with _readable(folder):
         about, stored = _read(folder)
-        shared: dict[int, Tensor] = {}
+        shared, modules = dict[int, Tensor](), dict(model.named_modules(remove_duplicate=False))
         for name, (key, number) in about.get("buffers", {}).items():
             owner, _, own = name.rpartition(".")
-            try:
-                held = model.get_submodule(owner)._buffers
-            except AttributeError:
-                continue  # `check_answers` shows whether it matters
+            held = modules[owner]._buffers if owner in modules else {}  # `check_answers` shows whether it matters
             if own in held:
                 held[own] = shared.setdefault(number, stored[key].clone())
 
@@ -112,8 +110,8 @@ def check_answers(model: nn.Module, folder: Path) -> None:
             problem = _problem(model, spec, actual, about, stored)
         if problem:
             why = "; ".join((notable or edits)[:3]) or f"saved with {about['versions']}, loaded with {_versions()}"
-            hint = "Load it with the same library versions, or pass model= built as the saved one was."
-            hint = "Put it back as it was, or save the model again." if edits else hint
+            versions = "Load it with the same library versions, or pass model= built as the saved one was."
+            hint = "Put it back as it was, or save the model again." if edits else versions
             raise HeadPruneError(f"The model from {folder} {problem} ({why}).", hint)
         if notable:
             _warn(f"{folder}: not as it was saved, though the model answers as it did: {'; '.join(notable[:3])}")
@@ -144,16 +142,10 @@ def _problem(
     return f"does not answer as the saved one did: by {off:.2g} of the largest value{first}"
 
 
+@torch.no_grad()
 def run(model: nn.Module, example: Any, seed: int = 0) -> list[Tensor]:
     """A model's answers in evaluation mode, by full float32 arithmetic, on the CPU; the model stays as it was."""
-    with (
-        full_precision(),
-        seeded(model, seed),
-        uncompiled(),
-        attributes_kept(model),
-        evaluating(model),
-        torch.no_grad(),
-    ):
+    with full_precision(), seeded(model, seed), uncompiled(), attributes_kept(model), evaluating(model):
         return [t.cpu() for t in answers(call(model, move(example, model_device(model))))]
 
 
@@ -167,20 +159,16 @@ def module_outputs(
         numbers: How many of each tensor, at most; all, by default.
     """
     outputs: dict[str, list[Tensor]] = {}
-    handles = []
-    for name in names:
 
-        def keep(_: nn.Module, given: Any, output: Any, name: str = name) -> None:
-            floats = [t.detach() for t in tensors((given, output)) if t.is_floating_point() and not t.is_nested]
-            if floats:
-                outputs.setdefault(name, []).extend(_sample(t, numbers).cpu() for t in floats)
+    def keep(_: nn.Module, given: Any, output: Any, name: str) -> None:
+        floats = [t.detach() for t in tensors((given, output)) if t.is_floating_point() and not t.is_nested]
+        if floats:
+            outputs.setdefault(name, []).extend(_sample(t, numbers).cpu() for t in floats)
 
-        handles.append(model.get_submodule(name).register_forward_hook(keep))
-    try:
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(model.get_submodule(name).register_forward_hook(partial(keep, name=name)))
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def difference(actual: Sequence[Tensor], expected: Sequence[Tensor], scales: Sequence[float] = ()) -> float:

@@ -145,5 +145,4 @@ def _usual(autos: Iterable[str], name: str) -> str:
     Encoder-decoders that were trained to fill masks (BART) are served by that auto class too, and loaded to write text.
     """
     others = {"AutoModelForPreTraining", *(() if name.endswith("MaskedLM") else ("AutoModelForMaskedLM",))}
-    ranked = sorted(autos, key=lambda a: (a in others, a == "AutoModelForPreTraining", a != "AutoModel", a))
-    return ranked[0] if ranked else ""
+    return min(autos, key=lambda a: (a in others, a == "AutoModelForPreTraining", a != "AutoModel", a), default="")

@@ -283,9 +283,7 @@ def _write_weights(
         places = {name: offloaded.place(name) for name in offloaded}
         size = OFFLOADED_SHARD if max_shard_size == MAX_SHARD else max_shard_size
     tied, names = tied_names(model), dict[object, str]()
-    for name in sorted(
-        places, key=lambda name: name in tied
-    ):  # of several names one that is no copy in transformers' eyes
+    for name in sorted(places, key=lambda name: name in tied):  # of several one that is no copy in transformers' eyes
         names.setdefault(places[name], name)
     once = {name: state[name] for name in places if names[places[name]] == name}
     split = split_torch_state_dict_into_shards(once, filename_pattern=_WEIGHTS, max_shard_size=size)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, first_line
-from headprune.pruned import Structure, add_biases, from_ranges, restructure, structure_of
+from headprune.pruned import add_biases, from_ranges, restructure, structure_of
+from headprune.pruned.structure import Structure
 from headprune.surgery import remove
 from headprune.surgery.removal import ways
 
@@ -279,7 +280,7 @@ def _widths(parts: Sequence[Any], new: Change) -> Change:
         for field in ("hidden_size", name, "head_dim"):
             with suppress(
                 Exception
-            ):  # there is none, or one for each layer, which transformers raises an error of its own for
+            ):  # there is none; or one for each layer, for which transformers has errors of its own
                 values[field] = getattr(parts[i], field)
         whole, heads, width = values.get("hidden_size"), values.get(name), values.get("head_dim")
         if type(width) is not int and isinstance(whole, int) and isinstance(heads, int) and whole % heads == 0:

@@ -8,7 +8,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,14 +105,11 @@ def _check_free(path: Path, overwrite: bool) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No logs and warnings of PyTorch's exporter and of gguf while the context lasts."""
-    disabled = logging.root.manager.disable
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            logging.disable(disabled)
+        yield
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -220,10 +221,9 @@ def bench_files(
     shapes = [shape for _, shape in next(iter(sessions.values())).inputs.values()]
     free = any(isinstance(size, str) for shape in shapes for size in shape[1:])
     inputs = []
-    for length in lengths if free else [0]:
-        for batch in batches:
-            every = [_inputs(loaded, batch, length) for loaded in reversed([*sessions.values()])]
-            inputs.append((batch, length, {name: t for own in every for name, t in own.items()}))
+    for length, batch in product(lengths if free else [0], batches):
+        every = [_inputs(loaded, batch, length) for loaded in reversed([*sessions.values()])]
+        inputs.append((batch, length, {name: t for own in every for name, t in own.items()}))
     return bench(sessions, inputs, progress=progress)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,17 +108,14 @@ def traceable(model: nn.Module) -> Iterator[None]:
     """A model as a trace needs it while the context lasts: no cache, no fused layers, experts of which all shapes are known."""
     own: Any = model
     experts = own.get_experts_implementation() if hasattr(own, "get_experts_implementation") else None
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
+    with ExitStack() as stack:
         if experts is not None:
+            stack.callback(own.set_experts_implementation, experts)
             own.set_experts_implementation("batched_mm")
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         with uncached(model), attributes_kept(model), uncompiled():
             yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        if experts is not None:
-            own.set_experts_implementation(experts)
 
 
 class _PlainAttention(TorchFunctionMode):

@@ -96,12 +96,9 @@ def _export(
     sizes = [[d if isinstance(d, int) else str(d.subs(plain)) for d in dims] for dims in graph.dims]
     inputs = dict(zip(function.inputs, sizes, strict=True))
     shapes = ", ".join(f"{name} [{', '.join(map(str, shape))}]" for name, shape in inputs.items())
-    tried = (
-        f"tried in {proof['engine']} on {len(proof['shapes'])} shapes: answers within {proof['largest_difference']:.1g}"
-    )
-    summary = (
-        f"{size / 1e6:,.1f} MB, {dtype}; {shapes} to {', '.join(function.outputs)}; {tried} of their largest value"
-    )
+    form, where = f"{shapes} to {', '.join(function.outputs)}", f"{proof['engine']} on {len(proof['shapes'])} shapes"
+    tried = f"tried in {where}: answers within {proof['largest_difference']:.1g} of their largest value"
+    summary = f"{size / 1e6:,.1f} MB, {dtype}; {form}; {tried}"
     facts = {"dtype": dtype, "bytes": size, "inputs": inputs, "outputs": function.outputs, "proof": proof}
     note = "The file computes whole sequences; it holds no cache of keys and values for generating text."
     return Exported(path, "onnx", True, summary, facts, (note,) if writes(function.model) else ())

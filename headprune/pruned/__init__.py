@@ -10,21 +10,9 @@ load it where headprune is not installed. So they import nothing of headprune bu
 
 from headprune.pruned.hooks import HeadArgument, SharedPositionBias, from_ranges, to_ranges
 from headprune.pruned.modules import EmptyAttention, MultiheadAttention, convert, is_ours, stand_in
-from headprune.pruned.structure import (
-    Structure,
-    add_biases,
-    add_record,
-    ghosts,
-    home,
-    note_ghosts,
-    record_of,
-    remove_biases,
-    restructure,
-    structure_of,
-)
+from headprune.pruned.structure import add_biases, add_record, ghosts, home, record_of, restructure, structure_of
 
 __all__ = [
-    "EmptyAttention", "HeadArgument", "MultiheadAttention", "SharedPositionBias", "Structure", "add_biases", "add_record", "convert",
-    "from_ranges", "ghosts", "home", "is_ours", "note_ghosts", "record_of", "remove_biases", "restructure", "stand_in", "structure_of",
-    "to_ranges",
+    "EmptyAttention", "HeadArgument", "MultiheadAttention", "SharedPositionBias", "add_biases", "add_record", "convert",
+    "from_ranges", "ghosts", "home", "is_ours", "record_of", "restructure", "stand_in", "structure_of", "to_ranges",
 ]  # fmt: skip

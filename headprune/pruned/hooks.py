@@ -26,14 +26,14 @@ class HookData:
         """A module's data of this kind; None if it has none."""
         return vars(module).get(cls.name)
 
-    def attach(self, module: nn.Module) -> list[Any]:
-        """Give it to a module, and register its hooks unless the module has them already; returns the new hooks' handles."""
-        new = self.of(module) is None
+    def attach(self, module: nn.Module) -> None:
+        """Give it to a module, and register its hooks unless the module has them already."""
+        if self.of(module) is None:
+            self.register(module)
         vars(module)[self.name] = self
-        return self.register(module) if new else []
 
-    def register(self, module: nn.Module) -> list[Any]:
-        """Register the hooks; returns their handles."""
+    def register(self, module: nn.Module) -> None:
+        """Register the hooks."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
@@ -98,8 +98,8 @@ class HeadArguments(HookData):
     num_heads: int
     kept: tuple[int, ...]
 
-    def register(self, module: nn.Module) -> list[Any]:
-        return [module.register_forward_pre_hook(_take_own_arguments, with_kwargs=True)]
+    def register(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(_take_own_arguments, with_kwargs=True)
 
     def take(self, value: Any, argument: HeadArgument) -> Any:
         """The kept heads' part of an argument; an argument that has no part for each head stays whole."""
@@ -142,8 +142,8 @@ class Selection(HookData):
     name = "_headprune_selection"
     stages: tuple[Features, ...]
 
-    def register(self, module: nn.Module) -> list[Any]:
-        return [module.register_forward_hook(_selected)]
+    def register(self, module: nn.Module) -> None:
+        module.register_forward_hook(_selected)
 
     def take(self, output: Tensor) -> Tensor:
         """The features that are passed on."""
@@ -180,10 +180,11 @@ class Placement(HookData):
     target: tuple[int, ...]
     before: bool = False
 
-    def register(self, module: nn.Module) -> list[Any]:
+    def register(self, module: nn.Module) -> None:
         if self.before:
-            return [module.register_forward_pre_hook(_placed_before)]
-        return [module.register_forward_hook(_placed)]
+            module.register_forward_pre_hook(_placed_before)
+        else:
+            module.register_forward_hook(_placed)
 
     def place(self, output: Tensor) -> Tensor:
         """``output``, which has the kept heads, with a place for every head."""
@@ -264,11 +265,9 @@ class Narrowing(HookData):
     width: int
     claimed: int
 
-    def register(self, module: nn.Module) -> list[Any]:
-        return [
-            module.register_forward_pre_hook(_narrowed, with_kwargs=True),
-            module.register_forward_hook(_no_longer_narrow, always_call=True),
-        ]
+    def register(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(_narrowed, with_kwargs=True)
+        module.register_forward_hook(_no_longer_narrow, always_call=True)
 
 
 def _narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -320,17 +319,15 @@ class SharedPositionBias(HookData):
         """Whether a module computes or takes a position bias as T5's do."""
         return hasattr(attention, "compute_bias") and "position_bias" in inspect.signature(attention.forward).parameters
 
-    def attach(self, module: nn.Module) -> list[Any]:
+    def attach(self, module: nn.Module) -> None:
         earlier: SharedPositionBias | None = self.of(module)
         self.original = earlier.original if earlier else module.compute_bias  # type: ignore[assignment]
         vars(module)["compute_bias"] = self.compute
-        return super().attach(module)
+        super().attach(module)
 
-    def register(self, module: nn.Module) -> list[Any]:
-        return [
-            module.register_forward_pre_hook(_take_own_bias, with_kwargs=True),
-            module.register_forward_hook(_restore_whole_bias, with_kwargs=True),
-        ]
+    def register(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(_take_own_bias, with_kwargs=True)
+        module.register_forward_hook(_restore_whole_bias, with_kwargs=True)
 
     def compute(self, *args: Any, **kwargs: Any) -> Tensor:
         """What takes the place of the module's ``compute_bias``: its heads of the bias."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,10 +35,10 @@ class Edited:
         return vars(module).get(cls.name) or cls()
 
     @classmethod
-    def add(cls, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
+    def add(cls, module: nn.Module, tensors: Iterable[str] = (), numbers: Iterable[str] = ()) -> None:
         """Note more tensors and numbers of a module."""
         old = cls.of(module)
-        vars(module)[cls.name] = cls(old.tensors | set(tensors), old.numbers | set(numbers), old.stand_in)
+        vars(module)[cls.name] = cls(old.tensors.union(tensors), old.numbers.union(numbers), old.stand_in)
 
 
 def structure_of(model: nn.Module) -> Structure:
@@ -62,7 +62,7 @@ def structure_of(model: nn.Module) -> Structure:
         if entry := _differences(module):
             modules[name] = entry
         for own in entry.get("tensors", ()):
-            names.setdefault(id(_tensors(module, own)[own]), []).append(_joined(name, own))
+            names.setdefault(id(holder_of(module, own)[own]), []).append(_joined(name, own))
     inner, prefix = home(model)
     biases, kept = [prefix + name for name in vars(inner).get(_BIASES, [])], sorted(ghosts(model))
     if not (modules or biases or kept):
@@ -75,7 +75,7 @@ def _differences(module: nn.Module) -> dict[str, Any]:
     """How one module differs from its class."""
     edited = Edited.of(module)
     entry: dict[str, Any] = {"stand_in": True} if edited.stand_in else {}
-    held = {own: _tensors(module, own).get(own) for own in sorted(edited.tensors)}
+    held = {own: holder_of(module, own).get(own) for own in sorted(edited.tensors)}
     parts = {
         "tensors": {own: list(tensor.shape) for own, tensor in held.items() if tensor is not None},
         "numbers": {own: getattr(module, own) for own in sorted(edited.numbers)},
@@ -114,23 +114,22 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
             full = _joined(saved, own)
             key = first_of.get(full, full)
             if key not in tensors:
-                tensors[key] = _new(_tensors(module, own).get(own), shape, next(module.parameters(), None))
+                tensors[key] = _new(holder_of(module, own).get(own), shape, next(module.parameters(), None))
             hold(module, own, tensors[key])
             here[full] = _joined(name, own)
         vars(module).update(entry.get("numbers", {}))
-        edited = Edited(frozenset(entry.get("tensors", ())), frozenset(entry.get("numbers", ())), "stand_in" in entry)
-        if edited != Edited():
-            vars(module)[Edited.name] = edited
+        Edited.add(module, entry.get("tensors", ()), entry.get("numbers", ()))
         for own, fields in entry.get("configs", {}).items():
             vars(module)[own] = ConfigView(getattr(module, own), dict(fields))
         for kind, data in entry.get("carried", {}).items():
             HOOK_DATA[kind].from_json(data).attach(module)
     _correct_ties(model, here, first_of)
-    vars(model)[_BIASES] = [name for name in (_renamed(model, b) for b in structure["biases"]) if name is not None]
-    vars(model)[_GHOSTS] = {name for name in (_renamed(model, g) for g in structure["ghosts"]) if name is not None}
+    biases, kept = ([_renamed(model, name) for name in structure[key]] for key in ("biases", "ghosts"))
+    vars(model)[_BIASES] = [name for name in biases if name is not None]
     drops = [{_renamed(model, n) or n: heads for n, heads in drop.items()} for drop in structure.get("removed", ())]
     heads = {_renamed(model, n) or n: count for n, count in structure.get("heads", {}).items()}
-    add_record(model, {"removed": drops, "heads": heads, "repaired": structure.get("repaired")})
+    record = {"removed": drops, "heads": heads, "repaired": structure.get("repaired")}
+    add_record(model, record, [name for name in kept if name is not None])
 
 
 def _correct_ties(model: nn.Module, here: Mapping[str, str], first_of: Mapping[str, str]) -> None:
@@ -167,7 +166,7 @@ def _joined(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
 
 
-def _tensors(module: nn.Module, name: str) -> dict[str, Any]:
+def holder_of(module: nn.Module, name: str) -> dict[str, Any]:
     """The parameters or the buffers of a module, wherever ``name`` is (or belongs)."""
     return module._buffers if name in module._buffers else module._parameters
 
@@ -184,18 +183,15 @@ def _new(like: Tensor | None, shape: Sequence[int], beside: Tensor | None = None
 
 def hold(module: nn.Module, name: str, value: Tensor | None) -> None:
     """Set a module's tensor. A buffer becomes persistent, since no class can compute a buffer that was cut."""
-    _tensors(module, name)[name] = value
+    holder_of(module, name)[name] = value
     if name in module._buffers:
         module._non_persistent_buffers_set.discard(name)
 
 
-def set_module(model: nn.Module, name: str, new: nn.Module) -> nn.Module:
-    """Replace a module by another; returns the old one."""
+def set_module(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Replace a module by another."""
     parent_name, _, child = name.rpartition(".")
-    held = model.get_submodule(parent_name)._modules
-    old, held[child] = held[child], new
-    assert old is not None
-    return old
+    model.get_submodule(parent_name)._modules[child] = new
 
 
 def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:
@@ -260,22 +256,18 @@ def record_of(model: nn.Module) -> dict[str, Any]:
     return {"removed": drops, "heads": heads, "repaired": _WAS_REPAIRED in notes}
 
 
-def add_record(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Add to what `record_of` says of a model: more that was ``removed``, the ``heads`` of each layer, that it was ``repaired``."""
+def add_record(model: nn.Module, record: Mapping[str, Any], new_ghosts: Sequence[str] = ()) -> None:
+    """Add to what `record_of` says of a model: more that was ``removed``, the ``heads`` of each layer, that it was ``repaired``; and to
+    its `ghosts`."""
     inner, prefix = home(model)
     notes = vars(inner)
     drops = [{name.removeprefix(prefix): heads for name, heads in drop.items()} for drop in record.get("removed", ())]
     notes[_REMOVED] = [*notes.get(_REMOVED, ()), *drops]
+    notes[_GHOSTS] = {*notes.get(_GHOSTS, ()), *(name.removeprefix(prefix) for name in new_ghosts)}
     if "heads" in record:
         notes[_HEADS] = {name.removeprefix(prefix): count for name, count in record["heads"].items()}
     if record.get("repaired"):
         notes[_WAS_REPAIRED] = True
-
-
-def note_ghosts(model: nn.Module, names: Sequence[str]) -> None:
-    """Add to a model's `ghosts`."""
-    inner, prefix = home(model)
-    vars(inner)[_GHOSTS] = {*vars(inner).get(_GHOSTS, ()), *(name.removeprefix(prefix) for name in names)}
 
 
 def ghosts(model: nn.Module) -> set[str]:

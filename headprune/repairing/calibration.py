@@ -17,7 +17,7 @@ from headprune.gates import mask
 from headprune.inputs import gathered, model_device
 from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.parallel import current
-from headprune.pruned import remove_biases
+from headprune.pruned.structure import remove_biases
 from headprune.repairing.answers import DenseAnswers, dense_answers
 from headprune.repairing.directions import Directions, find_directions, inputs_of_heads, linear, room
 from headprune.repairing.examples import mixed_texts

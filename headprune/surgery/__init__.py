@@ -1,7 +1,7 @@
 """Mask heads, or remove them for real and prove it: the pruned model must give the masked model's answers.
 
-Every change goes through an undo log, so a prune that cannot be proved is undone, and the model is exactly what it was.
-The undo log keeps the replaced tensors; the model is not copied.
+A prune that cannot be proved is undone, and the model is exactly what it was. The replaced tensors are kept until then; the model is not
+copied.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from headprune.errors import PruneError
 from headprune.inputs import Example, check_model, model_device, move, usable
 from headprune.offload import renewed
 from headprune.plans import PruningPlan
-from headprune.pruned import add_record, note_ghosts, record_of, structure_of
+from headprune.pruned import add_record, record_of, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
+from headprune.surgery.cutter import cut
 from headprune.surgery.evidence import inputs_for
-from headprune.surgery.journal import Journal
 from headprune.surgery.proof import Proof, answers, failing_layers, prove
 from headprune.surgery.removal import Removal, check_present, left_as_ghosts
 from headprune.trace import example_for
@@ -96,28 +96,21 @@ def prune(
 
     with torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), torch.no_grad():
         inputs = inputs_for(model, usable(move(example, model_device(model))))
-        cut = prove(model, touched, drop, inputs, layers)
-        if cut.failure:
+        removal, proof, failure = prove(model, touched, drop, inputs, layers)
+        if failure:
             names = ", ".join(failing_layers(model, touched, drop, inputs, layers)[:3]) or "these layers together"
-            message = f"The heads of {names} cannot be removed exactly: {cut.failure}. The model is unchanged."
+            message = f"The heads of {names} cannot be removed exactly: {failure}. The model is unchanged."
             raise PruneError(message, "Mask them instead (headprune.mask), or leave that layer out of the plan.")
-    if whole:
-        add_record(model, {"heads": {layer.name: layer.num_heads for layer in layers}})
+    heads = {"heads": {layer.name: layer.num_heads for layer in layers}} if whole else {}
+    add_record(model, {"removed": [removal.drop], **heads}, proof.ghosts)
     forget_compiled()
     for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
         model.get_submodule(name).train(training)
-    _note(model, cut.removal)
     input_specs.record(model, example)
-    return cut.proof
+    return proof
 
 
 def remove(model: nn.Module, removal: Removal) -> None:
     """Repeat a removal without a proof: for a skeleton whose weights are loaded afterwards."""
-    Journal().remove(model, removal)
-    _note(model, removal)
-
-
-def _note(model: nn.Module, removal: Removal) -> None:
-    """Note on a model what it has lost, and let it save itself by headprune."""
-    add_record(model, {"removed": [removal.drop]})
-    note_ghosts(model, left_as_ghosts(removal.layers, removal.drop))
+    cut(model, removal)
+    add_record(model, {"removed": [removal.drop]}, left_as_ghosts(removal.layers, removal.drop))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,18 +67,16 @@ def longer(example: Example, limit: int | None = None) -> list[list[Example]]:
     for dim in (1, 0) if main.ndim == 3 else (1,):
         lengths = {t.shape[dim] for t in _tokens(example) if t.ndim == main.ndim or dim == 1}
         batch = main.shape[1 - dim]
-        choices, tried = list[Example](), list[list[torch.Size]]()
+        choices: dict[tuple[torch.Size, ...], Example] = {}
         tries = [(max(LENGTH, 2 * n), 4 * n, 2 * n, n + -(-n // 4)) for n in lengths]  # the longest first
         for targets in zip(*tries, strict=True):
             new = {n: min(m, limit or m) for n, m in zip(lengths, targets, strict=True) if 1 < n <= LONG}
             new = {n: m for n, m in new.items() if m > n}
             for rows in dict.fromkeys((1, batch)) if new else ():
                 extended = _extended(example, new, main, dim, batch, rows)
-                if (shapes := [t.shape for t in tensors(extended)]) not in tried:
-                    tried.append(shapes)
-                    choices.append(extended)
+                choices.setdefault(tuple(t.shape for t in tensors(extended)), extended)
         if choices:
-            result.append(choices)
+            result.append([*choices.values()])
     return result
 
 
@@ -128,28 +127,19 @@ def _extended(value: Any, new: Mapping[int, int], main: Tensor, dim: int, batch:
         if (length := value.shape[d]) in new:
             value = value.index_select(d, torch.arange(new[length], device=value.device) % length)
     plain = value.ndim == 2 and not square and not value.is_floating_point()
-    if "attention_mask" in name and plain:
-        value = torch.ones_like(value)
-    return value
+    return torch.ones_like(value) if "attention_mask" in name and plain else value
 
 
-def within_bounds(model: nn.Module) -> AbstractContextManager[Any]:
-    """Raise IndexError for an index out of range on any device: CUDA would stop working for the whole process."""
-    # A CPU raises by itself.
-    return nullcontext() if inputs.model_device(model).type == "cpu" else _Bounds()  # type: ignore[no-untyped-call]
-
-
-class _Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Checks every index before it is used."""
+class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """IndexError for an index out of range on any device, while the context lasts: CUDA would stop working for the whole process."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         look = _LOOKUPS.get(func.overloadpacket)
-        if look is not None:
-            for index, size in look(args):
-                if index.dtype not in (torch.bool, torch.uint8) and index.numel():
-                    low, high = (int(i) for i in index.aminmax())
-                    if low < -size or high >= size:
-                        raise IndexError(f"index {high if high >= size else low} is out of range for {size} entries")
+        for index, size in look(args) if look else ():
+            if index.dtype not in (torch.bool, torch.uint8) and index.numel():
+                low, high = (int(i) for i in index.aminmax())
+                if low < -size or high >= size:
+                    raise IndexError(f"index {high if high >= size else low} is out of range for {size} entries")
         return func(*args, **(kwargs or {}))
 
 
@@ -182,7 +172,7 @@ def watching(model: nn.Module, layers: Sequence[AttentionLayer], drop: Heads, *,
         for layer in layers:
             if layer.name in drop:
                 for handle in _hooks(model, layer, drop[layer.name], cut, seen):
-                    stack.callback(handle.remove)
+                    stack.enter_context(handle)
         yield seen
 
 
@@ -205,8 +195,8 @@ def differing(got: Seen, expected: Seen, tolerance: float) -> str:
     return ""
 
 
-def _hooks(model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], cut: bool, seen: Seen) -> list[Any]:
-    """Hooks at every place of one layer that a pruned and a masked model have in common."""
+def _hooks(model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], cut: bool, seen: Seen) -> Iterator[Any]:
+    """Hooks at every place of one layer that a pruned and a masked model have in common; each is removed where its context ends."""
     place = layer.output_projection
     assert place is not None
     kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
@@ -215,12 +205,9 @@ def _hooks(model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], cut:
     def note(key: str, parts: list[Tensor]) -> None:
         seen.setdefault(key, []).append([_sampled(t) for t in parts])
 
-    def whole(key: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if floats := [t for t in tensors(output) if t.is_floating_point() and not t.is_nested][:1]:
-                note(key, floats)
-
-        return hook
+    def whole(module: nn.Module, args: Any, output: Any, key: str) -> None:
+        if floats := [t for t in tensors(output) if t.is_floating_point() and not t.is_nested][:1]:
+            note(key, floats)
 
     def heads(module: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = tensors([args, kwargs])[0]
@@ -228,16 +215,14 @@ def _hooks(model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], cut:
             hidden = hidden.movedim(1, -1) if isinstance(module, nn.modules.conv._ConvNd) else hidden
             note(f"what heads of {layer.name} give", _by_head(hidden, place.features, kept, cut))
 
-    handles = []
     if layer.output_inside:  # otherwise the layer's heads go on to W_O, and are masked there
-        handles.append(attention.register_forward_hook(whole(f"the output of {layer.module}")))
+        yield attention.register_forward_hook(partial(whole, key=f"the output of {layer.module}"))
     if kept or layer.bypass != "stub" or not layer.output_inside:  # otherwise W_O is gone
         output = model.get_submodule(place.module)
         if output is not attention:
-            handles.append(output.register_forward_hook(whole(f"the output of {place.module}")))
+            yield output.register_forward_hook(partial(whole, key=f"the output of {place.module}"))
         if kept and not layer.concatenates:
-            handles.append(output.register_forward_pre_hook(heads, with_kwargs=True))
-    return handles
+            yield output.register_forward_pre_hook(heads, with_kwargs=True)
 
 
 def _by_head(hidden: Tensor, features: Sequence[Sequence[int]], kept: Sequence[int], cut: bool) -> list[Tensor]:

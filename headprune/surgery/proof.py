@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import Example, call, does_not_run, seeded, tensors, widened
+from headprune.inputs import Example, call, does_not_run, model_device, seeded, tensors, widened
 from headprune.running import attributes_kept, exact_attention
-from headprune.surgery.evidence import Prompt, Seen, differing, gap, largest, watching, within_bounds
-from headprune.surgery.journal import Journal
+from headprune.surgery.cutter import cut, snapshot
+from headprune.surgery.evidence import Bounds, Prompt, Seen, differing, gap, largest, watching
 from headprune.surgery.removal import Removal, left_as_ghosts, ways
 
 _SAME = "the same changes were tried before"  # by another removal
@@ -91,8 +91,9 @@ def references(model: nn.Module, inputs: Inputs, drop: Heads, layers: Layers) ->
         for number, choices in enumerate(inputs):
             for batch in choices:
                 try:
-                    # An index out of range ends all work on a GPU, so it must not get there.
-                    with within_bounds(model) if number else nullcontext():
+                    # An index out of range ends all work on a GPU, so it must not get there. A CPU raises by itself.
+                    on_cpu = model_device(model).type == "cpu"
+                    with Bounds() if number and not on_cpu else nullcontext():  # type: ignore[no-untyped-call]
                         result.append(_reference(model, batch, drop, layers))
                     break
                 except HeadPruneError:
@@ -120,63 +121,49 @@ def _reference(model: nn.Module, batch: Example, drop: Heads, layers: Layers) ->
     return Reference(batch, outputs, effect, seen)
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A removal that was tried on a model.
-
-    Attributes:
-        removal: What was removed, and how.
-        journal: Takes the removal back.
-        failure: Why it is not exact, and then the model is unchanged; "" if it is, and then the heads are gone.
-        proof: What was compared.
-    """
-
-    removal: Removal
-    journal: Journal
-    failure: str
-    proof: Proof
-
-
-def prove(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> Attempt:
-    """Remove the heads of the layers ``touched`` in the first way that passes the proof; the last that failed, if none does.
+def prove(
+    model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers, *, keep: bool = True
+) -> tuple[Removal, Proof, str]:
+    """Remove the heads of the layers ``touched`` in the first way that passes the proof.
 
     Args:
         inputs: As `references` takes them.
         layers: All layers of the model.
+        keep: Leave the heads removed; else the model is unchanged.
+
+    Returns:
+        What was removed, and how; what was compared; and "". If no way passes, the last that failed, and why it is not exact; then the
+        model is unchanged.
     """
     heads, tolerance = {layer.name: drop[layer.name] for layer in touched}, tolerance_of(model)
-    reference, known, failed = references(model, inputs, heads, layers), Changes(), list[Attempt]()
+    reference, known = references(model, inputs, heads, layers), Changes()
+    restore = snapshot(model)
     for removal in ways(touched, heads):
-        journal = Journal()
         try:
-            difference, failure = _compare(model, journal, removal, reference, tolerance, known)
+            difference, failure = _compare(model, removal, reference, tolerance, known)
         except BaseException:  # an interrupt must not leave half a prune either
-            journal.undo()
+            restore()
             raise
-        proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, drop))
-        attempt = Attempt(removal, journal, failure, proof)
+        if failure or not keep:
+            restore()
+        if failure != _SAME:
+            proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, drop))
+            tried = removal, proof, failure
         if not failure:
-            return attempt
-        journal.undo()
-        failed += [attempt] if failure != _SAME else []
-    return failed[-1]
+            break
+    return tried
 
 
 def failing_layers(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> list[str]:
     """The names of the layers that fail the proof without the others; arguments as for `prove`."""
-    names = []
-    for layer in touched:
-        attempt = prove(model, [layer], drop, inputs, layers)
-        attempt.journal.undo()
-        names += [layer.name] if attempt.failure else []
-    return names
+    return [a.name for a in touched if prove(model, [a], drop, inputs, layers, keep=False)[2]]
 
 
 Changes = set[tuple[str, ...]]
 
 
 def _compare(
-    model: nn.Module, journal: Journal, removal: Removal, reference: list[Reference], tolerance: float, known: Changes
+    model: nn.Module, removal: Removal, reference: list[Reference], tolerance: float, known: Changes
 ) -> tuple[float, str]:
     """Remove heads, and compare the model with the masked one.
 
@@ -191,8 +178,7 @@ def _compare(
     # A model in which these heads hardly count would pass whatever is done to them.
     least = tolerance * (FINEST if tolerance < HALF else 1)
     try:
-        journal.remove(model, removal)
-        if (changes := tuple(journal.changes)) in known:
+        if (changes := cut(model, removal)) in known:
             return worst, _SAME
         known.add(changes)
         for each in reference:

@@ -59,14 +59,14 @@ WIDTHS: dict[str, Callable[[str], bool]] = {
 def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
     """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does."""
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
-    arguments = (False, True) if any(not a.features for layer in layers for a in layer.arguments) else (False,)
-    sides = (False, True) if any(layer.side_modules for layer in layers) else (False,)
-    groups, narrows, configs = (False, True), (False, True), (False, True)
-    order = product(groups, narrows, sides, configs, arguments, WIDTHS)  # the last changes first
-    return [
-        Removal(tuple(layers), drop, widths, cut, own, side, narrow, by_group)
-        for by_group, narrow, side, own, cut, widths in order
-    ]
+    arguments = any(not a.features for layer in layers for a in layer.arguments)
+    sides, both, no = any(layer.side_modules for layer in layers), (False, True), (False,)
+    choices: dict[str, Any] = {
+        "by_group": both, "narrow": both, "side_modules": both if sides else no, "own_config": both,
+        "cut_arguments": both if arguments else no, "widths": WIDTHS,
+    }  # fmt: skip
+    each = product(*choices.values())  # the last changes first
+    return [Removal(tuple(layers), drop, **dict(zip(choices, way, strict=True))) for way in each]
 
 
 def check_present(model: nn.Module, layer: AttentionLayer) -> None:
@@ -111,32 +111,24 @@ def count_changes(
             its heads.
     """
     is_width, (heads_left, kv_left), size = WIDTHS[removal.widths], left, layer.head_dim
-    heads, kv, of_group = layer.num_heads, layer.num_kv_heads, heads_left // kv_left if kv_left else 1
+    heads, kv = (layer.num_heads, heads_left), (layer.num_kv_heads, kv_left)  # before and after
+    of_group = layer.num_heads // layer.num_kv_heads, heads_left // kv_left if kv_left else 1
+    # The first rule that fits a name and its value counts. LitGPT's ``n_query_groups`` are as many as key/value heads, the groups of a norm
+    # over single heads as many as heads.
+    counts = [(_IN_GROUP, of_group), (_ANY_GROUPS, kv), (_ANY_GROUPS, heads)] if removal.by_group else []
+    counts += [(_GROUPS, of_group), (_KV_HEADS, kv), (_HEADS, heads), *([(_HEADS, kv)] if beside else [])]
+    widths = [(_HEAD_WIDTH, (size, size)), (_ANY, (heads[0] * size, heads_left * size))]
+    widths += [(_KV_WIDTH, (kv[0] * size, kv_left * size))]
 
     def new(name: str, value: int) -> int:
-        if removal.by_group and _IN_GROUP.search(name) and value == heads // kv:
-            return of_group
-        # LitGPT's ``n_query_groups`` are as many as key/value heads, the groups of a norm over single heads as many as heads.
-        if removal.by_group and _ANY_GROUPS.search(name) and value in (kv, heads):
-            return kv_left if value == kv else heads_left
-        if _GROUPS.search(name) and value == heads // kv:
-            return of_group
-        if _KV_HEADS.search(name) and value == kv:
-            return kv_left
-        if _HEADS.search(name) and value == heads:
-            return heads_left
-        if _HEADS.search(name) and value == kv and beside:
-            return kv_left
-        if (_HEAD_WIDTH.search(name) and value == size) or _LENGTH.search(name) or not is_width(name):
-            return value
-        if value == heads * size:
-            return heads_left * size
-        return kv_left * size if _KV_WIDTH.search(name) and value == kv * size else value
+        rules = counts + widths if is_width(name) and not _LENGTH.search(name) else counts
+        return next((after for kind, (before, after) in rules if value == before and kind.search(name)), value)
 
     integers = {name: v for name, v in attributes.items() if type(v) is int and not name.startswith("_")}
     return {name: changed for name, value in integers.items() if (changed := new(name, value)) != value}
 
 
+_ANY = re.compile("")
 _HEADS = re.compile(r"heads$|^(n|num|nb)_?head$|^h$")
 _KV_HEADS = re.compile(r"(kv|key_value).*heads?$|heads?_?kv$|^n_?kv")
 _GROUPS = re.compile(r"(kv|key_value).*groups$|^n_rep$")

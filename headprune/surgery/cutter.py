@@ -1,7 +1,8 @@
-"""The cut. Every change to a model goes through an undo log, which keeps the replaced tensors: the model is not copied."""
+"""The cut, and how to take it back: the tensors that a model held are kept, and the model is not copied."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,46 +12,66 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, HeadFeatures
 from headprune.inputs import model_device
-from headprune.offload import is_elsewhere, put, value_of, with_numbers
-from headprune.pruned import MultiheadAttention, convert, hooks, is_ours
-from headprune.pruned.hooks import Features, HeadArgument, surviving
+from headprune.offload import hook_of, is_elsewhere, put, value_of, with_numbers
+from headprune.pruned import MultiheadAttention, hooks, is_ours
+from headprune.pruned.hooks import Features, surviving
 from headprune.pruned.modules import ConfigView, OnlyBias, emptied
-from headprune.pruned.structure import Edited, hold, replace_by_stand_in, set_module
+from headprune.pruned.structure import Edited, hold, holder_of, replace_by_stand_in, set_module
 from headprune.surgery.removal import Removal, count_changes, groups_left
 
 
-class Journal:
-    """An undo log: cuts a model, and records how to undo each change.
+def _of_all(earlier: Any, layer: AttentionLayer, kept: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """How many heads a layer had before its first prune, and which of those stay; ``earlier`` is the data of the prune before, if any."""
+    if earlier is None:
+        return layer.num_heads, tuple(kept)
+    return earlier.num_heads, tuple(earlier.kept[h] for h in kept)
+
+
+def snapshot(model: nn.Module) -> Callable[[], None]:
+    """What gives a model's modules everything back that they hold now: attributes, tensors, hooks and parts."""
+    modules = [*model.modules()]
+    held = [(vars(module), dict(vars(module))) for module in modules]
+    parts = [part for _, attributes in held for part in attributes.values() if type(part) in (dict, OrderedDict, set)]
+    before: list[tuple[Any, Any]] = [*held, *((part, part.copy()) for part in parts)]
+    elsewhere = [(hook, hook.weights_map) for hook in map(hook_of, modules) if hook is not None]
+
+    def restore() -> None:
+        for own, content in before:
+            own.clear()
+            own.update(content)
+        for hook, stored in elsewhere:
+            hook.weights_map = stored
+
+    return restore
+
+
+def cut(model: nn.Module, removal: Removal) -> tuple[str, ...]:
+    """Remove the heads of one `Removal`; returns what was set where, to tell two ways of removal apart."""
+    cutter = _Cutter()
+    for layer in removal.layers:
+        cutter.cut_layer(model, layer, removal)
+    return tuple(cutter.changes)
+
+
+class _Cutter:
+    """Removes the heads of one `Removal`, layer by layer.
 
     Attributes:
-        changes: What was set where, to tell two ways of removal apart.
+        changes: What was set where.
     """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
         self._slices: dict[tuple[Any, ...], Tensor] = {}  # so that what is shared stays shared
         self.changes: list[str] = []
 
-    def undo(self) -> None:
-        """Undo every change, the last one first."""
-        while self._undo:
-            self._undo.pop()()
-
-    def remove(self, model: nn.Module, removal: Removal) -> None:
-        """Remove the heads of one `Removal`."""
-        for layer in removal.layers:
-            self._cut_layer(model, layer, removal)
-
-    def _cut_layer(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
+    def cut_layer(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
         """Remove the heads of one layer."""
         dropped = set(removal.drop[layer.name])
-        attention = model.get_submodule(layer.module)
-        if convert(attention) is not None:
-            attention = self._replace_by_stand_in(model, layer.module)
+        attention = replace_by_stand_in(model, layer.module)
         kept = [h for h in range(layer.num_heads) if h not in dropped]
         ghost = not kept and layer.bypass == "ghost"
         if not kept and layer.bypass == "stub":
-            self._replace_by_bias(model, layer)
+            _replace_by_bias(model, layer)
             return
         if ghost:
             kept = list(layer.units[0])
@@ -71,11 +92,16 @@ class Journal:
                 self._slice_tensor(attention, name, surviving(key.features, kept), dim=2)
         self._correct_counts(model, layer, removal, kept)
         if removal.narrow:
-            self._narrow(attention, layer.num_heads * layer.head_dim, len(kept) * layer.head_dim)
+            narrow = hooks.Narrowing.of(attention)
+            width = narrow.width if narrow else layer.num_heads * layer.head_dim
+            self._attach(attention, hooks.Narrowing(width, len(kept) * layer.head_dim))
         if shares_bias:
-            self._index_position_bias(attention, layer.num_heads, kept)
+            bias = hooks.SharedPositionBias.of(attention)
+            self._attach(attention, hooks.SharedPositionBias(*_of_all(bias, layer, kept)))
         elif arguments := tuple(a for a in layer.arguments if a.features or removal.cut_arguments):
-            self._index_arguments(attention, arguments, layer.num_heads, kept)
+            earlier = hooks.HeadArguments.of(attention)
+            arguments = earlier.arguments if earlier else arguments
+            self._attach(attention, hooks.HeadArguments(arguments, *_of_all(earlier, layer, kept)))
 
     def _cut_output(self, model: nn.Module, layer: AttentionLayer, kept: Sequence[int], ghost: bool) -> None:
         """Remove heads' columns from W_O, or from what stands for it."""
@@ -133,50 +159,35 @@ class Journal:
 
     def _slice_tensor(self, module: nn.Module, name: str, features: Features, dim: int, zero: bool = False) -> int:
         """Keep some entries of a module's parameter or buffer, if it has one of this name, perhaps as zeros; returns how many."""
-        held: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-        old = held.get(name)
+        old = holder_of(module, name).get(name)
         if old is None:
             return 0
         index = features.index(old.shape[dim], torch.device("cpu"))
-        elsewhere = is_elsewhere(module, name)  # then it is loaded, cut and stored again
-        key = (id(old), dim, tuple(index.tolist()), zero)
-        if elsewhere or key not in self._slices:
-            whole = value_of(module, name) if elsewhere else old.detach()
-            new: Tensor = whole.index_select(dim, index.to(whole.device))
-            new = torch.zeros_like(new) if zero else new
-            if not elsewhere:
-                self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        if elsewhere:
-            self._undo.append(put(module, name, new))
+
+        def part(whole: Tensor) -> Tensor:
+            left = whole.index_select(dim, index.to(whole.device))
+            return torch.zeros_like(left) if zero else left
+
+        if is_elsewhere(module, name):  # it is loaded, cut and stored again
+            put(module, name, part(value_of(module, name)))
         else:
-            if name in module._non_persistent_buffers_set:  # until it is undone, it is saved with the weights
-                self._undo.append(partial(module._non_persistent_buffers_set.add, name))
+            key = (id(old), dim, tuple(index.tolist()), zero)
+            if key not in self._slices:
+                new = part(old.detach())
+                self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
             hold(module, name, self._slices[key])
-            self._undo.append(partial(held.__setitem__, name, old))
-        self._note_edited(module, tensors=(name,))
+        Edited.add(module, tensors=(name,))
         return len(index)
 
     # -- attributes ---------------------------------------------------------------------------------
-
-    def _remember(self, module: nn.Module, *names: str) -> None:
-        """Give some attributes of a module their values of now, or none, when all is undone."""
-        before = {name: vars(module)[name] for name in names if name in vars(module)}
-        self._undo.append(lambda: vars(module).update(before))
-        self._undo.extend(partial(vars(module).pop, name, None) for name in names)
 
     def _set(self, module: nn.Module, name: str, value: Any) -> None:
         """Set a plain attribute."""
         own = value.own if is_ours(value, ConfigView) else value
         self.changes.append(f"{id(module)} {name} {own if isinstance(own, int | dict | tuple | list) else type(own)}")
-        self._remember(module, name)
         vars(module)[name] = value
         if isinstance(value, int | list):
-            self._note_edited(module, numbers=(name,))
-
-    def _note_edited(self, module: nn.Module, tensors: Sequence[str] = (), numbers: Sequence[str] = ()) -> None:
-        """Record which tensors and numbers of a module differ from its class's."""
-        self._remember(module, Edited.name)
-        Edited.add(module, tensors, numbers)
+            Edited.add(module, numbers=(name,))
 
     def _set_config(self, module: nn.Module, count_changes: Callable[[dict[str, Any]], dict[str, int]]) -> None:
         """Give a module a view of its config with its own counts of heads, where it has a config."""
@@ -190,8 +201,7 @@ class Journal:
 
     def _attach(self, module: nn.Module, data: hooks.HookData) -> None:
         """Give a module data and the hooks that read it."""
-        self._remember(module, data.name, "compute_bias")
-        self._undo.extend(handle.remove for handle in data.attach(module))
+        data.attach(module)
         self.changes.append(f"{id(module)} {data.name}")
 
     def _select(self, module: nn.Module, features: Features) -> None:
@@ -213,53 +223,20 @@ class Journal:
         width = earlier.width if earlier else sum(map(len, part.features))
         self._attach(module, hooks.Placement(width, tuple(computed.index(f) for f in target), tuple(target), before))
 
-    def _narrow(self, module: nn.Module, width: int, new: int) -> None:
-        """Let the inputs of a module that reads the width of its heads from their shape claim the new width."""
-        earlier = hooks.Narrowing.of(module)
-        self._attach(module, hooks.Narrowing(earlier.width if earlier else width, new))
 
-    def _index_position_bias(self, attention: nn.Module, num_heads: int, kept: Sequence[int]) -> None:
-        """Let a T5-style layer take its heads of the shared bias."""
-        if earlier := hooks.SharedPositionBias.of(attention):
-            num_heads, kept = earlier.num_heads, [earlier.kept[h] for h in kept]
-        self._attach(attention, hooks.SharedPositionBias(num_heads, tuple(kept)))
-
-    def _index_arguments(
-        self, attention: nn.Module, arguments: tuple[HeadArgument, ...], num_heads: int, kept: Sequence[int]
-    ) -> None:
-        """Let a module take its heads of arguments that hold something for each."""
-        if earlier := hooks.HeadArguments.of(attention):
-            arguments, num_heads = earlier.arguments, earlier.num_heads
-            kept = [earlier.kept[h] for h in kept]
-        self._attach(attention, hooks.HeadArguments(arguments, num_heads, tuple(kept)))
-
-    # -- modules ------------------------------------------------------------------------------------
-
-    def _replace(self, model: nn.Module, name: str, new: nn.Module) -> None:
-        """Replace a module by another."""
-        self._undo.append(partial(set_module, model, name, set_module(model, name, new)))
-
-    def _replace_by_stand_in(self, model: nn.Module, name: str) -> nn.Module:
-        """Replace a module by its stand-in for good; returns that."""
-        old = model.get_submodule(name)
-        for encoder in (m for m in model.modules() if isinstance(m, nn.TransformerEncoder)):
-            self._remember(encoder, "use_nested_tensor")
-        self._undo.append(partial(set_module, model, name, old))
-        return replace_by_stand_in(model, name)
-
-    def _replace_by_bias(self, model: nn.Module, layer: AttentionLayer) -> None:
-        """Replace the whole attention module by W_O's bias."""
-        assert layer.output_projection is not None
-        attention, name = model.get_submodule(layer.module), layer.output_projection.module
-        output: Any = model.get_submodule(name)
-        bias: Tensor | None = getattr(output, "bias", None)
-        if bias is not None and is_elsewhere(output, "bias"):  # so small that it stays where it is added
-            trained, bias = bias.requires_grad, value_of(output, "bias").to(model_device(model))
-            bias.requires_grad_(trained)
-        if layer.output_inside:
-            width = output.weight.shape[0] if isinstance(output, nn.Linear) else output.weight.shape[1]
-            stub = emptied(attention, width, bias, layer.output_arity)
-        else:
-            stub = emptied(attention, 0, None, layer.output_arity)
-            self._replace(model, name, with_numbers(OnlyBias.of(output, bias)))
-        self._replace(model, layer.module, with_numbers(stub))
+def _replace_by_bias(model: nn.Module, layer: AttentionLayer) -> None:
+    """Replace the whole attention module by W_O's bias."""
+    assert layer.output_projection is not None
+    attention, name = model.get_submodule(layer.module), layer.output_projection.module
+    output: Any = model.get_submodule(name)
+    bias: Tensor | None = getattr(output, "bias", None)
+    if bias is not None and is_elsewhere(output, "bias"):  # so small that it stays where it is added
+        trained, bias = bias.requires_grad, value_of(output, "bias").to(model_device(model))
+        bias.requires_grad_(trained)
+    only_bias = OnlyBias.of(output, bias)
+    if layer.output_inside:
+        stub = emptied(attention, only_bias.width, bias, layer.output_arity)
+    else:
+        stub = emptied(attention, 0, None, layer.output_arity)
+        set_module(model, name, with_numbers(only_bias))
+    set_module(model, layer.module, with_numbers(stub))
