@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headprune.batches import Rows
-from headprune.divergence import IGNORED, gives_several, part_of, regresses
+from headprune.divergence import IGNORED, gives_several, logits_in, part_of, regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import LABELS, call, is_encoder_decoder, takes, too_long, unlabelled, widened
 
@@ -141,12 +141,6 @@ def outcome_of(convention: str | None, output: Any, batch: Mapping[str, Any]) ->
     if convention == SAME:
         return _classes(logits[:, before:], labels)
     return _classes(logits[:, :-1], F.pad(labels, (before, 0), value=IGNORED)[:, 1:])
-
-
-def logits_in(output: Any) -> Tensor | None:
-    """The logits of a model's output."""
-    logits = output if isinstance(output, Tensor) else part_of(output, "logits")
-    return logits if isinstance(logits, Tensor) else None
 
 
 def check_classes(logits: Tensor | None, labels: Tensor) -> None:

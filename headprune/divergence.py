@@ -213,13 +213,18 @@ def part_of(output: Any, name: str) -> Any:
     return output.get(name) if part is None and isinstance(output, Mapping) else part
 
 
+def logits_in(output: Any) -> Tensor | None:
+    """The logits of a model's output: the output itself, if it is a tensor."""
+    logits = output if isinstance(output, Tensor) else part_of(output, "logits")
+    return logits if isinstance(logits, Tensor) else None
+
+
 def logits_of(output: Any, batch: Any) -> Tensor:
     """``[batch, (tokens,) classes]`` of a model's output, in float32 or wider.
 
     Of an answer's start and end ``[batch, 2, tokens]``: the tokens are the classes, and padding is none of them.
     """
-    named = part_of(output, "logits")
-    logits = output if named is None else named
+    logits = logits_in(output)
     start, end = part_of(output, "start_logits"), part_of(output, "end_logits")
     if start is not None and end is not None:
         logits = torch.stack([start, end], dim=1)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from headprune.app.data.encoder import Encoder, Encoding, Feature, Row
 from headprune.app.options import Task
 from headprune.batches import Rows
-from headprune.conventions import SAME, find_label_use, logits_in
-from headprune.divergence import IGNORED, gives_several, regresses
+from headprune.conventions import SAME, find_label_use
+from headprune.divergence import IGNORED, gives_several, logits_in, regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, model_device
 from headprune.running import quiet
