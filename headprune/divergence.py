@@ -59,18 +59,20 @@ class Divergence:
         self.rows = Rows()
         self._several, self._regresses = gives_several(model), regresses(model)
         self.compares_numbers = False
-        self.about = "divergence (KL in nats) from the dense model's answers"
+
+    @property
+    def about(self) -> str:
+        """What the divergence is, for reports."""
+        kind = "squared difference" if self.compares_numbers else "divergence (KL in nats)"
+        return f"{kind} from the dense model's answers"
 
     def with_answers(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
         """A batch with the dense model's answers, ``start`` being the number of its first example."""
         with torch.no_grad():
             known = self._logits(batch)
         batch = {**batch, KNOWN: known}
-        if self._are_numbers(known):
-            self.compares_numbers = True
-            self.about = "squared difference from the dense model's answers"
-            return batch
-        if self._several:
+        self.compares_numbers |= self._are_numbers(known)
+        if self.compares_numbers or self._several:
             return batch
         # The same draws for an example in whatever batch, with whatever padding.
         chances = known.double().softmax(-1).cumsum(-1).cpu()
