@@ -111,12 +111,9 @@ class Rows:
         Args:
             shapes: The shapes of these tensors, when the model sees a batch.
         """
-        two, three = (
-            shapes(self.take(batch, index)) for index in ([0, 1 % self.size(batch)], [0, 1 % self.size(batch), 0])
-        )
-        return len(two) == len(three) and all(
-            a[1:] == b[1:] and 3 * a[0] == 2 * b[0] for a, b in zip(two, three, strict=True)
-        )
+        last = 1 % self.size(batch)
+        two, three = (shapes(self.take(batch, index)) for index in ([0, last], [0, last, 0]))
+        return [(3 * shape[0], shape[1:]) for shape in two] == [(2 * shape[0], shape[1:]) for shape in three]
 
 
 def is_empty(batch: Any) -> bool:
@@ -171,7 +168,7 @@ def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Row
     if not paths:
         raise _NO_TENSOR
     names = _NAMED if hasattr(getattr(model, "config", None), "model_type") else (*LABELS, *ADDED)
-    lead = min(paths, key=lambda path: (*_rank(path, names), paths.index(path)))
+    lead = min(paths, key=lambda path: _rank(path, names))
     sizes = [len(named[lead]) if lead in named else 0 for named in known]
     layout: dict[Path, int | None] = {lead: 0}
     doubtful: dict[Path, bool] = {}  # whether several dimensions may count examples

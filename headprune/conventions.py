@@ -1,18 +1,26 @@
-"""From a model's output to the loss of each example and its predictions: which label each logit may be compared with."""
+"""How a model compares its logits with labels, and the loss and predictions of each example by it.
+
+Names of classes do not count: the convention is the one that gives the model's own loss, checked once on one or two examples. A model
+whose own loss is another one computes it itself, for one example at a time; one without a loss of its own needs ``loss_fn`` where more
+than one convention is possible.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from headprune.divergence import IGNORED, part_of
-from headprune.errors import HeadPruneError
-from headprune.inputs import widened
+from headprune.batches import Rows
+from headprune.divergence import IGNORED, gives_several, logits_in, part_of, regresses
+from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import LABELS, call, is_encoder_decoder, takes, too_long, unlabelled, widened
 
 SPAN = "an answer's start and end"
 LABEL = "one label per example"
@@ -20,6 +28,10 @@ SAME = "a label per token"  # compared with the logits of the same token
 NEXT = "the next token's label"  # where something precedes the text (an image, a prompt), its last logits predict the first label
 SQUARED = "numbers"  # squared errors
 BINARY = "several labels at once"  # binary cross-entropies
+
+_DRAWS = 4  # other labels that an example is given
+_CHANCE = 0.5  # share of the labels that may equal the input by chance
+_Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,58 @@ class Outcome:
     targets: list[Tensor] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class LabelUse:
+    """How a model uses its labels.
+
+    Attributes:
+        convention: Such as `NEXT`; None if the model's own loss cannot be computed from its logits.
+        own: Whether the model's own loss is another one, or has more terms (such as a router's): then the model computes
+            it, for one example at a time.
+        needs_labels: Whether the model needs the labels to run.
+        skipped: Without a ``convention``: how many labels at the start of each example the own loss does not count, a mean over
+            labels; None if it is no such mean (transformers' CTC models sum or average over examples), or not known.
+    """
+
+    convention: str | None = None
+    own: bool = False
+    needs_labels: bool = False
+    skipped: int | None = None
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics beside the loss: ``"accuracy"`` if logits are compared with classes, ``"perplexity"`` if the loss is a mean over labels."""
+        if self.convention == SQUARED or (self.convention, self.skipped) == (None, None):
+            return ()
+        return ("accuracy", "perplexity") if self.convention else ("perplexity",)
+
+    @property
+    def classifies(self) -> bool:
+        """Whether what is predicted are classes, the same for all examples; not so where it is a place in a text."""
+        return self.convention not in (None, SPAN, SQUARED)
+
+    def of_real_tokens(self, model: nn.Module, batch: _Batch, rows: Rows) -> dict[str, Any]:
+        """A batch without labels of padding, and without those that only padding predicts.
+
+        A model's own loss may count them: then it changes with the batch that an example is in. An encoder-decoder's labels are not
+        of the tokens that ``attention_mask`` is of.
+        """
+        labels, mask = batch.get("labels"), rows.table(batch, "attention_mask")
+        if self.needs_labels or is_encoder_decoder(model) or "decoder_input_ids" in batch:
+            return dict(batch)
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or mask is None or labels.shape != mask.shape:
+            return dict(batch)
+        ahead = int(self.convention == NEXT) if self.convention else self.skipped or 0
+        hidden = (mask == 0) | F.pad(mask[:, : mask.shape[1] - ahead] == 0, (ahead, 0))
+        return {**batch, "labels": labels.masked_fill(hidden.to(labels.device) & (labels >= 0), IGNORED)}
+
+    def weights(self, labels: Tensor) -> Tensor:
+        """How much each example's own loss weighs in a mean: ``[examples, tokens]`` to ``[examples]``."""
+        if self.skipped is None:
+            return torch.ones(len(labels), dtype=torch.long, device=labels.device)
+        return (labels[:, self.skipped :] != IGNORED).sum(1)
+
+
 def possible_in(output: Any, batch: Mapping[str, Any]) -> list[str]:
     """All ways to compare logits with labels that their shapes allow; none where the logits do not fit the labels."""
     if "start_positions" in batch:
@@ -56,14 +120,14 @@ def possible_in(output: Any, batch: Mapping[str, Any]) -> list[str]:
     return [SAME, NEXT] if logits.ndim == 3 and labels.ndim == 2 and logits.shape[1] >= labels.shape[1] else []
 
 
-def outcome_of(convention: str, output: Any, batch: Mapping[str, Any]) -> Outcome:
+def outcome_of(convention: str | None, output: Any, batch: Mapping[str, Any]) -> Outcome:
     """Losses and predictions of a batch, from the model's output and the labels.
 
     Raises:
         HeadPruneError: Logits that do not fit the labels, or labels that are no classes of the model.
     """
     if convention not in possible_in(output, batch):
-        raise no_logits()
+        raise _no_logits()
     if convention == SPAN:
         return _span(output, batch)
     logits, labels = logits_in(output), batch["labels"]
@@ -77,12 +141,6 @@ def outcome_of(convention: str, output: Any, batch: Mapping[str, Any]) -> Outcom
     if convention == SAME:
         return _classes(logits[:, before:], labels)
     return _classes(logits[:, :-1], F.pad(labels, (before, 0), value=IGNORED)[:, 1:])
-
-
-def logits_in(output: Any) -> Tensor | None:
-    """The logits of a model's output."""
-    logits = output if isinstance(output, Tensor) else part_of(output, "logits")
-    return logits if isinstance(logits, Tensor) else None
 
 
 def check_classes(logits: Tensor | None, labels: Tensor) -> None:
@@ -100,8 +158,7 @@ def check_classes(logits: Tensor | None, labels: Tensor) -> None:
         )
 
 
-def no_logits() -> HeadPruneError:
-    """The error for logits that cannot be compared with the labels."""
+def _no_logits() -> HeadPruneError:
     return HeadPruneError("The model's output has no logits that fit its labels.", "Pass loss_fn=.")
 
 
@@ -138,3 +195,201 @@ def _classes(logits: Tensor, labels: Tensor) -> Outcome:
     return Outcome(
         loss.sum(dim=1) / tokens.clamp(min=1), tokens, predictions, [t[c] for t, c in zip(labels, counted, strict=True)]
     )
+
+
+# -- which convention is the model's own ---------------------------------------------------------------
+
+
+def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> LabelUse:
+    """How a model uses its labels, by its own loss of a few examples.
+
+    Args:
+        batches: All batches, with labels.
+        rows: How examples lie in them.
+
+    Raises:
+        HeadPruneError: The model does not run on the examples, labels are no classes of the model, or the convention cannot be determined.
+    """
+    batch, row = _most_labelled(batches)
+    example = rows.take(batch, [row])
+    has_loss = any(takes(model, name) for name in LABELS if name in example)
+    with torch.no_grad():
+        output, needs = _output(model, example, has_loss)
+        possible, logits = possible_in(output, example), logits_in(output)
+        for each in batches if {LABEL, SAME} & {*possible} else ():
+            try:
+                check_classes(logits, each["labels"])
+            except HeadPruneError:
+                if not (has_loss and _losses(model, each, [])):
+                    raise
+                possible = []  # the model's own loss ignores them
+        real = LabelUse(needs_labels=needs, skipped=1).of_real_tokens
+        example, batch = real(model, example, rows), real(model, batch, rows)
+        labelings = _labelings(model, example, SAME in possible) if has_loss else ()
+        if not (table := [losses for each in labelings if (losses := _losses(model, each, possible))]):
+            if has_loss:
+                _labelled(model, example)  # says what is wrong with the labels
+            return LabelUse(_by_labels(model, possible, batches), needs_labels=needs)
+        rounding = 1e-4 if logits is None or logits.dtype in (torch.float32, torch.float64) else 2e-2
+        convention, fits = _by_own_loss(model, table, possible, rounding)
+        if convention and fits and not _holds(model, convention, batch, rows, rounding):
+            convention, fits = convention if len(possible) == 1 else None, False
+        skipped = None if convention else _skipped(model, batch, row, rows, rounding)
+        return LabelUse(convention, not fits, needs, skipped)
+
+
+def _most_labelled(batches: Sequence[_Batch]) -> tuple[_Batch, int]:
+    """The example with the most labels: its batch, and its number there."""
+    labels = [batch.get("labels") for batch in batches]
+    tables = [t if isinstance(t, Tensor) and t.ndim > 1 else torch.full((1, 1), IGNORED) for t in labels]
+    counts = [(t != IGNORED).flatten(1).sum(1) for t in tables]
+    best = max(range(len(batches)), key=lambda i: int(counts[i].max()))
+    return batches[best], int(counts[best].argmax())
+
+
+def _output(model: nn.Module, example: _Batch, has_loss: bool) -> tuple[Any, bool]:
+    """The model's output for an example, and whether it needs the labels to run, as encoder-decoders do for their decoder's input."""
+    if has_loss and not is_encoder_decoder(model):
+        with suppress(Exception):  # an encoder-decoder within another module
+            return call(model, unlabelled(example)), False
+    return _labelled(model, example if has_loss else unlabelled(example)), has_loss
+
+
+def _labelings(model: nn.Module, example: _Batch, per_token: bool) -> Iterator[_Batch]:
+    """An example; if its tokens have labels, also with these drawn at random, and its decoder's input as it was.
+
+    In a text that repeats one token, which a tokenizer makes of words that it does not know, all conventions give the same loss.
+    """
+    yield example
+    if not per_token:
+        return
+    labels = example["labels"]
+    classes = torch.unique(labels[labels != IGNORED])
+    if len(classes) == 1:
+        classes = torch.cat([classes, classes + (-1 if int(classes) else 1)])
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if is_encoder_decoder(model) and make is not None and "decoder_input_ids" not in example:
+        example = {**example, "decoder_input_ids": make(labels=labels)}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_DRAWS if len(classes) else 0):
+        drawn = classes[torch.randint(len(classes), labels.shape, generator=generator).to(classes.device)]
+        yield {**example, "labels": torch.where(labels == IGNORED, labels, drawn)}
+
+
+def _by_own_loss(
+    model: nn.Module, losses: list[list[float]], possible: Sequence[str], rounding: float
+) -> tuple[str | None, bool]:
+    """The convention that a model's own loss goes by, if any, and whether it gives this loss; from `_losses` of every labeling."""
+    table = torch.tensor(losses, dtype=torch.float64)
+    own = table[:, :1]
+    off = ((table[:, 1:] - own).abs() / (rounding / 10 + rounding * own.abs())).nan_to_num(math.inf, math.inf)
+    if bool((off[0] <= 1).any()):  # in half precision several may fit
+        return possible[int(off.amax(0).where(off[0] <= 1, math.inf).argmin())], True
+    if len(possible) == 1:  # one label per example, or the start and end of an answer: there is no choice
+        return possible[0], False
+    if SAME not in possible or len(torch.unique(table, dim=0)) < _DRAWS:  # any two losses lie on a line
+        return _declared(model, possible), False
+    # A router's loss, or smoothed labels, only add a factor and a constant to what other labels change.
+    alike = table.T.corrcoef()[0, 1:].nan_to_num(-1)
+    follows = float(alike.max()) > 1 - max(1e-2, 5 * rounding) ** 2 / 2
+    return possible[int(alike.argmax())] if follows else None, False
+
+
+def _holds(model: nn.Module, convention: str, batch: _Batch, rows: Rows, rounding: float) -> bool:
+    """Whether a convention gives the model's own loss of a batch, or of each of its examples, if it is averaged otherwise."""
+
+    def fits(part: _Batch) -> bool | None:
+        losses = torch.tensor(_losses(model, part, [convention]))
+        return bool(losses[1].isclose(losses[0], rounding, rounding / 10)) if len(losses) else None
+
+    return bool(fits(batch)) or all(fits(one) is not False for one in rows.singles(batch))
+
+
+def _skipped(model: nn.Module, batch: _Batch, first: int, rows: Rows, rounding: float) -> int | None:
+    """`LabelUse.skipped`, from two examples, one of which keeps only its last label."""
+    labels = rows.table(batch, "labels")
+    if labels is None or labels.is_floating_point() or int((labels[first] != IGNORED).sum()) < 3:
+        return None
+    if labels.device.type != "cpu" and IGNORED not in labels:
+        return None  # a model that does not know the mark of a missing label would end the process there
+    pair = rows.take(batch, [first, (first + 1) % len(labels)])
+    pair["labels"][1, (pair["labels"][1] != IGNORED).nonzero()[:-1]] = IGNORED
+    own, *each = (_losses(model, part, []) for part in (pair, *rows.singles(pair)))
+    if not own or not all(each):
+        return None
+    weights = torch.stack([LabelUse(skipped=skipped).weights(pair["labels"]) for skipped in (0, 1)]).cpu().double()
+    means = (weights @ torch.tensor(each).double() / weights.sum(1, keepdim=True)).flatten()
+    best = int((means - own[0]).abs().argmin())
+    return best if bool(means[best].isclose(torch.tensor(own[0]).double(), rounding, rounding / 10)) else None
+
+
+def _by_labels(model: nn.Module, possible: Sequence[str], batches: Sequence[_Batch]) -> str:
+    """The one convention that fits the labels, for a model without a loss of its own.
+
+    Raises:
+        HeadPruneError: There is none, or several.
+    """
+    if not possible:
+        raise _no_logits()
+    if SAME in possible:
+        copied = [share for batch in batches if (share := _copied(batch)) is not None]
+        # A text, of which the next tokens are predicted; or its tokens' classes.
+        if copied and (min(copied) == 1 or max(copied) < _CHANCE):
+            return NEXT if min(copied) == 1 else SAME
+    elif declared := _declared(model, possible):
+        return declared
+    elif possible[0] != SQUARED or any(bool((b["labels"] * (b["labels"] - 1)).any()) for b in batches):
+        return possible[0]
+    raise HeadPruneError(
+        f"It cannot be told how {type(model).__name__} compares its logits with these labels, {' or '.join(possible)}: it has no "
+        "loss of its own, or none that is finite on these examples.",
+        "Pass loss_fn=, give forward an argument labels and let its output have a loss, or set config.problem_type. Leave out texts of "
+        "one token: there is nothing to predict in them.",
+    )
+
+
+def _copied(batch: _Batch) -> float | None:
+    """The share of labels, but for first tokens', that equal an input's token in their place; None if no input has their shape."""
+    labels = batch["labels"]
+    counted = labels[:, 1:] != IGNORED
+    alike = [v for v in unlabelled(batch).values() if isinstance(v, Tensor) and v.shape == labels.shape]
+    shares = [float((v == labels)[:, 1:][counted].float().mean()) for v in alike if bool(counted.any())]
+    return max(shares, default=None)
+
+
+def _declared(model: nn.Module, possible: Sequence[str]) -> str | None:
+    """The convention that the config declares."""
+    declared = SQUARED if regresses(model) else BINARY if gives_several(model) else None
+    return declared if declared in possible else None
+
+
+def _labelled(model: nn.Module, example: _Batch) -> Any:
+    try:
+        return call(model, example)
+    except Exception as error:
+        raise HeadPruneError(
+            f"The model does not run on an example with these labels: {type(error).__name__}: {first_line(error)}.",
+            f"Check their type (floats for numbers and for several labels at once) and shape{too_long(model, example)}.",
+        ) from error
+
+
+def _losses(model: nn.Module, batch: _Batch, possible: Sequence[str]) -> list[float]:
+    """A batch's loss: the model's own, and that by each convention (infinite if the logits do not fit).
+
+    Nothing if no label counts, or the model does not run on the batch.
+    """
+    with suppress(HeadPruneError):
+        output = _labelled(model, batch)
+        own = part_of(output, "loss")
+        if isinstance(own, Tensor) and bool(own.isfinite().all()):
+            return [float(own.double().mean()), *(_mean_loss(each, output, batch) for each in possible)]
+    return []
+
+
+def _mean_loss(convention: str, output: Any, batch: _Batch) -> float:
+    """The mean loss over labels, padding being a place for an answer, as in a model's own loss."""
+    try:
+        outcome = outcome_of(convention, output, {k: v for k, v in batch.items() if k != "attention_mask"})
+    except HeadPruneError:
+        return math.inf
+    return float((outcome.loss.double() * outcome.tokens).sum() / outcome.tokens.sum())

@@ -59,18 +59,20 @@ class Divergence:
         self.rows = Rows()
         self._several, self._regresses = gives_several(model), regresses(model)
         self.compares_numbers = False
-        self.about = "divergence (KL in nats) from the dense model's answers"
+
+    @property
+    def about(self) -> str:
+        """What the divergence is, for reports."""
+        kind = "squared difference" if self.compares_numbers else "divergence (KL in nats)"
+        return f"{kind} from the dense model's answers"
 
     def with_answers(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
         """A batch with the dense model's answers, ``start`` being the number of its first example."""
         with torch.no_grad():
             known = self._logits(batch)
         batch = {**batch, KNOWN: known}
-        if self._are_numbers(known):
-            self.compares_numbers = True
-            self.about = "squared difference from the dense model's answers"
-            return batch
-        if self._several:
+        self.compares_numbers |= self._are_numbers(known)
+        if self.compares_numbers or self._several:
             return batch
         # The same draws for an example in whatever batch, with whatever padding.
         chances = known.double().softmax(-1).cumsum(-1).cpu()
@@ -213,13 +215,18 @@ def part_of(output: Any, name: str) -> Any:
     return output.get(name) if part is None and isinstance(output, Mapping) else part
 
 
+def logits_in(output: Any) -> Tensor | None:
+    """The logits of a model's output: the output itself, if it is a tensor."""
+    logits = output if isinstance(output, Tensor) else part_of(output, "logits")
+    return logits if isinstance(logits, Tensor) else None
+
+
 def logits_of(output: Any, batch: Any) -> Tensor:
     """``[batch, (tokens,) classes]`` of a model's output, in float32 or wider.
 
     Of an answer's start and end ``[batch, 2, tokens]``: the tokens are the classes, and padding is none of them.
     """
-    named = part_of(output, "logits")
-    logits = output if named is None else named
+    logits = logits_in(output)
     start, end = part_of(output, "start_logits"), part_of(output, "end_logits")
     if start is not None and end is not None:
         logits = torch.stack([start, end], dim=1)

@@ -99,7 +99,7 @@ def evaluate(
 ) -> Measurement:
     """Run a model over labelled batches, and measure how well it does.
 
-    Which label a token's logits are compared with is found by comparing with the model's own loss (`headprune.label_use`).
+    Which label a token's logits are compared with is found by comparing with the model's own loss (`headprune.conventions`).
     If that loss cannot be computed from the logits, the model computes it for one example at a time, and there is no accuracy. If
     this loss is found to be a mean over labels, examples weigh by their labels, and there is a perplexity; else each counts once.
 
@@ -159,7 +159,7 @@ def measurable(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
     device, losses = model_device(model), ExampleLoss(model)
     with quiet(model), torch.inference_mode():
         losses.prepare([move(batch, device) for batch in batches])
-    return ("loss", *losses.metrics)
+    return ("loss", *losses.use.metrics)
 
 
 def value_of(metric: str, numerator: float, tokens: float) -> float:
@@ -269,10 +269,10 @@ def _metrics(
     if guesses:
         metrics["accuracy"] = float(measurement.correct.sum() / max(tokens, 1))
         truth, guess = torch.cat(truths).numpy(), torch.cat(guesses).numpy()
-        if losses.classifies and len(np.unique(truth)) <= 100:
+        if losses.use.classifies and len(np.unique(truth)) <= 100:
             from sklearn.metrics import f1_score
 
             metrics["f1"] = float(f1_score(truth, guess, labels=np.unique(truth), average="macro", zero_division=0))
-    if "perplexity" in losses.metrics:
+    if "perplexity" in losses.use.metrics:
         metrics["perplexity"] = value_of("perplexity", metrics["loss"], 1)
     return metrics

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from headprune.batches import Rows, apparent_size, find_rows
-from headprune.conventions import SPAN, SQUARED, Outcome, no_logits, outcome_of
+from headprune.conventions import SQUARED, LabelUse, Outcome, find_label_use, outcome_of
 from headprune.divergence import IGNORED, Divergence, part_of
 from headprune.errors import HeadPruneError
 from headprune.inputs import ADDED, LABELS, call, inputs_of, tensors, unlabelled
-from headprune.label_use import LabelUse, find_label_use
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -40,6 +39,7 @@ class ExampleLoss:
     Attributes:
         about: What the loss is, for reports.
         rows: How examples lie in the batches; until `prepare` was called it goes by the names of tensors.
+        use: How the model uses its labels, by `prepare`.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None, *, distil: bool = False, seed: int = 0) -> None:
@@ -54,7 +54,7 @@ class ExampleLoss:
         self.divergence = Divergence(model, seed)
         self.distils = distil
         self.rows = Rows()
-        self._use = LabelUse(None)
+        self.use = LabelUse()
 
     @property
     def about(self) -> str:
@@ -69,7 +69,7 @@ class ExampleLoss:
             loss = self.divergence.about if differs else "loss (nats) of labels drawn from the dense model's answers"
         elif self.loss_fn is not None:
             loss = "loss"  # the user's own: nobody knows that it is in nats
-        elif self._use.convention == SQUARED:
+        elif self.use.convention == SQUARED:
             loss = "squared error"
         else:
             return unit
@@ -83,7 +83,7 @@ class ExampleLoss:
 
         Raises:
             HeadPruneError: Batches without labels among others with labels, both ``loss_fn`` and ``distil``, or what
-                `headprune.label_use.find_label_use` raises.
+                `headprune.conventions.find_label_use` raises.
         """
         if not batches:
             return []
@@ -100,9 +100,9 @@ class ExampleLoss:
         if self.distils:
             starts = accumulate(map(self.rows.size, batches), initial=0)
             return [self.divergence.with_answers(batch, start) for batch, start in zip(batches, starts, strict=False)]
-        self._use = find_label_use(self.model, batches, self.rows)
-        batches = [self._use.of_real_tokens(self.model, batch, self.rows) for batch in batches]
-        return [row for batch in batches for row in self.rows.singles(batch)] if self._use.own else batches
+        self.use = find_label_use(self.model, batches, self.rows)
+        batches = [self.use.of_real_tokens(self.model, batch, self.rows) for batch in batches]
+        return [row for batch in batches for row in self.rows.singles(batch)] if self.use.own else batches
 
     def _check_labels(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Choose the loss by whether the batches have labels, all or none; warn of keys that no module takes.
@@ -129,7 +129,7 @@ class ExampleLoss:
         """Losses ``[batch]``; differentiable under grad mode."""
         if self.loss_fn is None and self.distils:
             return self.divergence(batch)
-        if self.own:
+        if self.use.own:
             return self._own_loss(batch)
         outcome = self.outcome(batch)
         if bool((outcome.tokens == 0).any()):
@@ -137,38 +137,13 @@ class ExampleLoss:
             raise HeadPruneError(f"Example {row} of a batch has no label (all are {IGNORED}).", "Leave it out.")
         return outcome.loss
 
-    @property
-    def convention(self) -> str | None:
-        """How logits are compared with labels (`headprune.conventions`), by `prepare`; None where they are not."""
-        return self._use.convention
-
-    @property
-    def own(self) -> bool:
-        """Whether the model's loss is another one than the cross-entropy of its logits, by `prepare`."""
-        return self._use.own
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The metrics that can be computed beside the loss, by `prepare`: ``"accuracy"`` if logits are compared with
-        classes, ``"perplexity"`` if the loss is a mean over labels."""
-        if self.convention is None:
-            return () if self._use.skipped is None else ("perplexity",)
-        return () if self.convention == SQUARED else ("accuracy", "perplexity")
-
-    @property
-    def classifies(self) -> bool:
-        """Whether what is predicted are classes, the same for all examples; not so where it is a place in a text."""
-        return self.convention not in (None, SPAN, SQUARED)
-
     def of_output(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """Losses ``[batch]`` of a model's output for a batch, from its logits; 0 for an example without a label.
 
         Raises:
             HeadPruneError: No logits that fit the labels, or a loss that cannot be computed from them.
         """
-        if self.convention is None:
-            raise no_logits()
-        return outcome_of(self.convention, output, self._use.of_real_tokens(self.model, batch, self.rows)).loss
+        return outcome_of(self.use.convention, output, self.use.of_real_tokens(self.model, batch, self.rows)).loss
 
     def outcome(self, batch: Any) -> Outcome:
         """Loss and predictions: from the logits if they can be compared with labels, else the model's own loss, without predictions.
@@ -181,12 +156,12 @@ class ExampleLoss:
             outcome = Outcome(loss, torch.ones_like(loss, dtype=torch.long))
         elif not any(name in batch for name in LABELS):
             raise HeadPruneError("The examples have no labels.", 'Give dicts with "labels".')
-        elif self.convention is None:
+        elif self.use.convention is None:
             loss = self._own_loss(batch)
-            outcome = Outcome(loss, self._use.weights(batch["labels"]).to(loss.device))
+            outcome = Outcome(loss, self.use.weights(batch["labels"]).to(loss.device))
         else:
-            inputs = batch if self._use.needs_labels else unlabelled(batch)
-            outcome = outcome_of(self.convention, call(self.model, inputs), batch)
+            inputs = batch if self.use.needs_labels else unlabelled(batch)
+            outcome = outcome_of(self.use.convention, call(self.model, inputs), batch)
         if outcome.loss.shape != (size := self.rows.size(batch),):
             raise _not_each(outcome.loss, size)
         return outcome

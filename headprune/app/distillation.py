@@ -61,7 +61,7 @@ class DistillationLoss(nn.Module):
                 if not any(name in example for name in LABELS):
                     raise HeadPruneError("The batches to train on have no labels.", "Train with alpha 1.")
                 self.labels.prepare([example])
-                self._keeps_labels |= self.labels.own
+                self._keeps_labels |= self.labels.use.own
             self(example)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
@@ -70,7 +70,7 @@ class DistillationLoss(nn.Module):
         output = call(self.student, inputs, **self._extra)
         alpha, parts = self.mixture.alpha, []
         if alpha < 1:
-            loss = output.loss if self.labels.own else self.labels.of_output(output, batch)
+            loss = output.loss if self.labels.use.own else self.labels.of_output(output, batch)
             parts.append((1 - alpha) * loss)
         for teacher in self.teachers:
             with torch.no_grad():

@@ -15,7 +15,7 @@ from headprune.attention import AttentionLayer
 from headprune.batches import is_empty
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import identity, versions
-from headprune.inputs import check_weights, model_device, move, usable
+from headprune.inputs import check_weights, model_device
 from headprune.losses import ExampleLoss, LossFn
 from headprune.parallel import current
 from headprune.running import Progress, no_progress, quiet
@@ -33,6 +33,7 @@ from headprune.scoring.base import (
 )
 from headprune.scoring.replay import DisagreementError
 from headprune.scoring.scores import HeadScores, agreement, load_scores, save_scores
+from headprune.seeing.maps import on_device
 from headprune.store import Store, traits
 from headprune.uncertainty import split_half
 
@@ -129,9 +130,7 @@ def _scored(
 
 def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
     """The batches that hold examples, on the model's device."""
-    with torch.inference_mode(False):
-        every = [usable(move(batch, model_device(model))) for batch in listed(batches)]
-    kept = [batch for batch in every if not is_empty(batch)]
+    kept = [batch for batch in (on_device(model, each) for each in batches) if not is_empty(batch)]
     if not kept:
         raise HeadPruneError("There are no examples to score on.", "Give batches of at least one example.")
     return kept

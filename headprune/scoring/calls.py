@@ -42,7 +42,6 @@ class Call:
 
     Attributes:
         entered, left: When, by the clock of the forward.
-        versions: PyTorch's counts of writes into the output's tensors, when the module returned.
         writes: Whether it writes into its arguments: a replay that skips it would differ.
     """
 
@@ -51,7 +50,6 @@ class Call:
     entered: int
     left: int = 0
     output: Any = None
-    versions: Sequence[int] = ()
     writes: bool = False
 
 
@@ -78,12 +76,10 @@ class KeptOutput:
 
     Attributes:
         dims: For every tensor the dimension that counts examples; None where there is none.
-        changed: Whether it is written to after the module returned it, so that a copy must be kept.
         bytes_per_row: Of one example.
     """
 
     dims: tuple[int | None, ...]
-    changed: bool
     bytes_per_row: int
 
 
@@ -108,9 +104,7 @@ def observe(problem: Problem, batch: Any) -> Forward:
         call.writes = before != [t._version for t in given]
         pass_gates(name, concatenates=True)
         call.left = next(clock)
-        parts = tensors_in(call.output) or []
-        call.versions = [t._version for t in parts]
-        forward.largest = max(forward.largest, sum(t.nbytes for t in parts))
+        forward.largest = max(forward.largest, sum(t.nbytes for t in tensors_in(call.output) or ()))
         return call.output
 
     with wrapped(dict(problem.model.named_modules()), around):
@@ -148,9 +142,8 @@ def _kept_output(call: Call, twin: Call | None) -> KeptOutput | None:
         if x.ndim != y.ndim or len(differing) > 1 or any(3 * x.shape[d] != 2 * y.shape[d] for d in differing):
             return None
         dims.append(differing[0] if differing else None)
-    changed = any(t._version != v for t, v in zip(a, call.versions, strict=True))
     own = sum(t.nbytes for t, d in zip(a, dims, strict=True) if d is not None)
-    return KeptOutput(tuple(dims), changed, own // 2)
+    return KeptOutput(tuple(dims), own // 2)
 
 
 @contextmanager
@@ -163,7 +156,7 @@ def keeping(model: nn.Module, wanted: Start, kept: dict[Key, Any]) -> Iterator[C
         counts[name] += 1
         output = original(*args, **kwargs)
         if key in wanted:
-            kept[key] = tree_map_only(Tensor, Tensor.clone, output) if wanted[key].changed else output
+            kept[key] = tree_map_only(Tensor, Tensor.clone, output)  # a copy: what comes later may write into it
         return output
 
     with wrapped({name: model.get_submodule(name) for name, _ in wanted}, around):

@@ -289,10 +289,11 @@ class AttentionCall:
         ):  # fmt: skip
             # What separate heads of one would share by the other tells of no key/value group: positions may be looked up in the
             # features of all heads (ProphetNet's second stream).
-            fits = {
-                n: rows for n, rows in its.items() if overlap(mine.get(n, rows)) or not overlap(_both(mine, n, rows))
-            }
-            merge(mine, fits)
+            for name, rows in its.items():
+                known = mine.get(name, rows)
+                both = [old | new for old, new in zip(known, rows, strict=True)]
+                if overlap(known) or not overlap(both):
+                    mine[name] = both
         merge(self.tables, other.tables)
         merge(self.arguments, other.arguments)
         self.causal, self.leak = self.causal and other.causal, self.leak or other.leak
@@ -312,8 +313,3 @@ class AttentionCall:
     def refuse(self, reason: str) -> None:
         """Record why the heads cannot be removed, nor masked at W_O's input."""
         self.reason, self.columns, self.between = reason, [], []
-
-
-def _both(known: Rows, name: str, rows: list[set[int]]) -> list[set[int]]:
-    """A module's features of each head, with those that are known."""
-    return [old | new for old, new in zip(known.get(name, rows), rows, strict=True)]

@@ -56,12 +56,10 @@ class Tracer(TorchFunctionMode):
         self.records = {name: ModuleRecord() for name in self.modules}
         self.calls: dict[int, LinearCall] = {}
         self.attentions: list[AttentionCall] = []
-        self.tensors: dict[int, str] = {}
-        self.shape: dict[str, torch.Size] = {}
+        named = (*model.named_parameters(), *model.named_buffers())
+        self.tensors = {id(tensor): name for name, tensor in named}
+        self.shape = {name: tensor.shape for name, tensor in named}
         self.owner: dict[int, list[str]] = {}
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self.tensors[id(tensor)] = name
-            self.shape[name] = tensor.shape
         for name, module in self.modules.items():
             for parameter in module.parameters(recurse=False):
                 if is_matrix(parameter):

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from headprune.app.data.encoder import Encoder, Encoding, Feature, Row
 from headprune.app.options import Task
 from headprune.batches import Rows
-from headprune.conventions import SAME, logits_in
-from headprune.divergence import IGNORED, gives_several, regresses
+from headprune.conventions import SAME, find_label_use
+from headprune.divergence import IGNORED, gives_several, logits_in, regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, model_device
-from headprune.label_use import find_label_use
 from headprune.running import quiet
 
 # Usual names of columns, the clearest first; with a comma two of them, for a pair of texts.
