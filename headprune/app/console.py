@@ -48,22 +48,20 @@ class Console:
         if not self.out.is_terminal:
             self.out.width = _PIPED_WIDTH
 
-    def say(self, text: str) -> None:
-        """A line about what happens."""
-        if not self.quiet:
+    def say(self, *texts: str) -> None:
+        """Lines about what happens."""
+        for text in texts if not self.quiet else ():
             self.err.print(Text(text), style="dim")
 
     def result(self, text: str) -> None:
         """A line of the result."""
-        if not self.as_json:
-            with self._printing():
-                self.out.print(Text(text), soft_wrap=True)
+        self.show(Text(text), soft_wrap=True)
 
-    def show(self, renderable: RenderableType) -> None:
-        """A part of the result that is not a line of text, such as a table."""
+    def show(self, renderable: RenderableType, soft_wrap: bool = False) -> None:
+        """A part of the result, such as a table."""
         if not self.as_json:
             with self._printing():
-                self.out.print(renderable)
+                self.out.print(renderable, soft_wrap=soft_wrap)
 
     def document(self, data: Any) -> None:
         """The result as one JSON document, with --json."""

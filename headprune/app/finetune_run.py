@@ -93,8 +93,7 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
         scene = replace(scene, loaded=replace(scene.loaded, stored=half))
         dtype = str(half).removeprefix("torch.")
         notes.append(f"{source} is stored in {dtype}, and so is the fine-tuned model; trained and measured in float32.")
-    for note in notes:
-        console.say(note)
+    console.say(*notes)
     announce(console, lambda: cost_of_training(pruned, train, parts.choose, parts.report, config.training.epochs))
     with console.track("fine-tuning") as progress:
         tuned, training = finetune(

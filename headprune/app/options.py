@@ -14,6 +14,9 @@ from headprune.options import MAX_SEED
 
 _data, _model, _training = (partial(typer.Option, rich_help_panel=panel) for panel in ("Data", "Model", "Training"))
 
+TaskName = Annotated[str | None, _model(help="What the model is for [read from its config].")]
+Device = Annotated[str, _model(help="auto, cpu, cuda or mps.")]
+Trust = Annotated[bool, _model("--trust-remote-code", help="Run code that comes with the model.")]
 Seed = Annotated[StrictInt, Field(ge=0, le=MAX_SEED)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AtLeast1 = Annotated[int, Field(ge=1)]
@@ -135,12 +138,10 @@ class LoadOptions:
         device_map, device_memory: Where the weights of a model go that is larger than a device.
     """
 
-    task: Annotated[str | None, _model(help="What the model is for [read from its config].")] = None
-    device: Annotated[str, _model(help="auto, cpu, cuda or mps.")] = "auto"
+    task: TaskName = None
+    device: Device = "auto"
     dtype: Annotated[str, _model(help="auto (as stored; float32 on a CPU), float32, bfloat16 or float16.")] = "auto"
-    trust_remote_code: Annotated[bool, _model("--trust-remote-code", help="Run code that comes with the model.")] = (
-        False
-    )
+    trust_remote_code: Trust = False
     device_map: Annotated[
         str | None,
         _model(help="For a model larger than a device (docs/scale.md): auto, balanced, sequential, or a JSON file."),

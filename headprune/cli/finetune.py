@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from headprune.app.options import DataOptions, FinetuneOptions, LoadOptions, Mixture, Options
+from headprune.app.options import DataOptions, Device, FinetuneOptions, LoadOptions, Mixture, Options, TaskName, Trust
 from headprune.cli import tables
 from headprune.cli.app import command
-from headprune.cli.options import Console, Device, Overwrite, Task, Trust, Typed, over
+from headprune.cli.options import Console, NoResume, Overwrite, Typed, output_option, over
 from headprune.errors import HeadPruneError
 
 
@@ -32,18 +32,11 @@ def finetune(
     train_limit: Annotated[
         int | None, typer.Option(min=1, help="Examples to train on, at most [all].", rich_help_panel="Data")
     ] = None,
-    task: Task = None,
+    task: TaskName = None,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="To train in: float32 or bfloat16.")] = "float32",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for the trained model [PRUNED-finetuned].")
-    ] = None,
-    no_resume: Annotated[
-        bool,
-        typer.Option(
-            "--no-resume", help="Do not continue an interrupted run: start again.", rich_help_panel="Training"
-        ),
-    ] = False,
+    output: Annotated[Path | None, output_option(help="Folder for the trained model [PRUNED-finetuned].")] = None,
+    no_resume: NoResume = False,
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:

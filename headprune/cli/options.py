@@ -31,26 +31,23 @@ Model = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of every random draw.")]
-Task = Annotated[str | None, typer.Option(help="What the model is for [read from its config].")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+NoResume = Annotated[bool, typer.Option("--no-resume", help="Start anew, whatever an interrupted run has left.")]
 Distil = Annotated[
     bool, typer.Option("--distil", help="Score by the divergence from the dense model's answers, not by labels.")
 ]
+
+
+output_option = partial(typer.Option, "--output", "-o")
 
 
 @dataclass(frozen=True)
 class Writing:
     """Where a run writes, and what it finds there."""
 
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Run folder [reports/MODEL-1, or the next free number].")
-    ] = None
+    output: Annotated[Path | None, output_option(help="Run folder [reports/MODEL-1, or the next free number].")] = None
     overwrite: Overwrite = False
-    no_resume: Annotated[
-        bool, typer.Option("--no-resume", help="Start anew, whatever an interrupted run has left.")
-    ] = False
+    no_resume: NoResume = False
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -71,19 +68,15 @@ _budget = partial(
 )
 
 
-def _field_of(kind: type[Budget]) -> str:
-    return kind.flag.strip("-").replace("-", "_")
-
-
 _BudgetTexts: Any = make_dataclass(
     "_BudgetTexts",
     [
         (
-            _field_of(kind),
+            name.replace("-", "_"),
             Annotated[tuple[str, ...], _budget(kind.flag, *filter(None, [kind.short]), help=kind.help)],
             field(default=()),
         )
-        for kind in BUDGETS.values()
+        for name, kind in BUDGETS.items()
     ],
     frozen=True,
 )
@@ -98,7 +91,7 @@ class Budgets(_BudgetTexts):  # type: ignore[misc]
     @property
     def texts(self) -> dict[str, tuple[str, ...]]:
         """What was typed, by kind of budget."""
-        return {name: texts for name, kind in BUDGETS.items() if (texts := getattr(self, _field_of(kind)))}
+        return {name: texts for name in BUDGETS if (texts := getattr(self, name.replace("-", "_")))}
 
     def parse(self) -> tuple[Budget, ...]:
         """The budgets, of one kind; none where a plan was given.
@@ -153,9 +146,7 @@ def takes_options(function: Callable[..., None], shared: bool) -> Callable[..., 
         with session(values.pop("console"), shared=shared) as console:
             function(console=console, **values)
 
-    del command.__wrapped__  # its signature would be read
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from headprune.app.options import LoadOptions
+from headprune.app.options import LoadOptions, TaskName, Trust
 from headprune.cli.app import command
-from headprune.cli.options import Console, Model, Overwrite, Task, Trust
+from headprune.cli.options import Console, Model, Overwrite, output_option
 from headprune.errors import HeadPruneError
 
 
@@ -43,16 +43,14 @@ def export(
         ),
     ],
     console: Console,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file or folder [beside MODEL, with its name].")
-    ] = None,
+    output: Annotated[Path | None, output_option(help="The file or folder [beside MODEL, with its name].")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             help="What weights are stored in: float32, float16 or bfloat16 (gguf alone) [as in MODEL; onnx: float32]."
         ),
     ] = None,
-    task: Task = None,
+    task: TaskName = None,
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -70,10 +68,8 @@ def export(
         model, LoadOptions(task, device="cpu", trust_remote_code=trust_remote_code), any_task=True,
         with_processor=chosen.tokenizer or None,
     )  # fmt: skip
-    for note in loaded.notes:
-        console.say(note)
     stored = str(loaded.stored or "float32").removeprefix("torch.")
-    console.say(f"writing {file} and trying it …")
+    console.say(*loaded.notes, f"writing {file} and trying it …")
     done = exporting.export(
         loaded.model,
         file,
@@ -83,8 +79,7 @@ def export(
         name=loaded.name,
         overwrite=overwrite,
     )
-    for note in done.notes:
-        console.say(note)
+    console.say(*done.notes)
     console.result(f"{done.path}: {done.summary}")
     console.document(done.to_json())
 

@@ -101,22 +101,11 @@ def _say_stopped(error: KeyboardInterrupt, console: Console, ranks: Any) -> int:
     return stopped.status
 
 
-class NullOutput(io.TextIOBase):
-    """The output of a process that is not to be heard, since another one says the same.
+class NullOutput(io.TextIOWrapper):
+    """The output of a process that is not to be heard, since another one says the same."""
 
-    Args:
-        real: Where its output would go.
-    """
-
-    def __init__(self, real: Any) -> None:
-        super().__init__()
-        self.real = real
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        return len(text)
+    def __init__(self) -> None:
+        super().__init__(io.FileIO(os.devnull, "w"), errors="replace")
 
 
 def hush() -> None:
@@ -130,13 +119,13 @@ def hush() -> None:
     except HeadPruneError:  # said by the command
         return
     if ranks is not None and ranks[0] and not os.environ.get("HEADPRUNE_DEBUG"):
-        sys.stdout, sys.stderr = NullOutput(sys.stdout), NullOutput(sys.stderr)
+        sys.stdout, sys.stderr = NullOutput(), NullOutput()
 
 
 def unhush(ranks: Any) -> None:
     """Let this process print again, if it is the first of those that are left."""
     if isinstance(sys.stderr, NullOutput) and ranks is not None and {*range(ranks.rank)} <= {*ranks.gone}:
-        sys.stderr = sys.stderr.real
+        sys.stderr = Patient(sys.__stderr__)
 
 
 def say_size(console: Console, size: int) -> None:
@@ -267,7 +256,7 @@ class Patient:
 
 
 def run(app: Callable[[], Any]) -> None:
-    """Run the application to its end.
+    """Run the application to its end; of several processes, only the first one is heard.
 
     Raises:
         SystemExit: Always, with the exit status.
@@ -280,6 +269,7 @@ def run(app: Callable[[], Any]) -> None:
         sys.stdout.reconfigure(errors="replace")
     status: Any = 0
     try:
+        hush()
         app()
     except SystemExit as ended:
         status = ended.code

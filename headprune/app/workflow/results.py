@@ -217,8 +217,7 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
     scene, console = context.scene, context.console
     before = evaluate(pruned, scene.parts.report.batches())
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
-    for note in notes:
-        console.say(note)
+    console.say(*notes)
     options = FinetuneOptions(epochs=context.config.finetune, seed=scene.options.seed)
     with console.track("fine-tuning") as progress:
         model, training = finetune(
