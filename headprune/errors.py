@@ -116,9 +116,7 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".headprune-", dir=there) as tried:
             Path(tried, folder.name or "x").mkdir()
     except OSError as error:
-        raise HeadPruneError(
-            f"{folder} cannot be written: {error.strerror}.", "Choose another folder with -o."
-        ) from None
+        raise HeadPruneError(f"{folder} cannot be written: {error.strerror}.", "Choose another with -o.") from None
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}

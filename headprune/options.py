@@ -40,9 +40,7 @@ class SearchOptions:
         ),
     ] = "auto"
     protect: Annotated[str, _planning(help="Layers and heads that stay: L0,L3.H7.", show_default=False)] = ""
-    min_heads_per_layer: Annotated[
-        int, _planning(min=0, help="Query heads that every layer keeps.", show_default=False)
-    ] = 0
+    min_heads_per_layer: Annotated[int, _planning(min=0, help="Query heads every layer keeps.", show_default=False)] = 0
     repair: bool = True
     effort: Annotated[
         str,

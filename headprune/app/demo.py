@@ -83,9 +83,7 @@ def _write_data(path: Path, images: Any, labels: Any) -> None:
     from PIL import Image
 
     path.mkdir(parents=True, exist_ok=True)
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(d) for d in range(10)])}
-    )
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list("0123456789"))})
     bounds = {"train": (0, _TRAIN), "validation": (_TRAIN, _TRAIN + _VALIDATION), "test": (_TRAIN + _VALIDATION, None)}
     for split, (start, stop) in bounds.items():
         rows = {"image": [Image.fromarray(x) for x in images[start:stop]], "label": labels[start:stop].tolist()}

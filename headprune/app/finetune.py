@@ -32,7 +32,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from headprune.app.data import Part
 from headprune.app.distillation import DistillationLoss
 from headprune.app.documents import Training
-from headprune.app.options import FinetuneOptions
+from headprune.app.options import FinetuneOptions, check_values
 from headprune.app.sources import widen
 from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
@@ -84,11 +84,11 @@ def finetune(
     Raises:
         HeadPruneError: Models or labels that do not fit each other, weights that cannot be trained here, or a loss that is not finite.
     """
-    options.check()
+    check_values(options)
     began, device = time.monotonic(), model_device(pruned)
     with _accelerate_kept(), seeded(pruned, options.seed), evaluating(dense or pruned):
         facts = [versions(), device.type, asdict(options), metric, train.batch_size, choose.batch_size]
-        folder = work / digest(facts, train.content_hash(), choose.content_hash(), pruned, dense)
+        folder = work / digest(facts, train.content_hash, choose.content_hash, pruned, dense)
         arguments, student = _arguments(folder, options, pruned), copy.deepcopy(pruned)
         widen(student)
         loss = DistillationLoss(student, dense, options.mixture, move(next(train.batches()), device))
@@ -102,7 +102,7 @@ def finetune(
         trainer.metric = metric
         state, resumed = _train(trainer, flow, last)
         trainer.accelerator.wait_for_everyone()  # the first process may be writing
-        best = _best_step(state, _merit(before, metric))
+        best = state.best_global_step if state.best_global_step and state.best_metric > _merit(before, metric) else 0
         tuned = loss.student = copy.deepcopy(pruned).eval()
         if best:
             file = folder / f"checkpoint-{best}" / _WEIGHTS
@@ -156,16 +156,6 @@ def _arguments(folder: Path, options: FinetuneOptions, pruned: nn.Module) -> Tra
 def _merit(metrics: Mapping[str, float], metric: str) -> float:
     """What the best epoch has most of: accuracy, then low loss where that ties; or else a low value of the metric."""
     return metrics["accuracy"] - 1e-9 * metrics["loss"] if metric == "accuracy" else -metrics[metric]
-
-
-def _best_step(state: TrainerState, before: float) -> int:
-    """The step after the best epoch; 0 if none was better than before the training.
-
-    Args:
-        before: The merit of the weights before the training.
-    """
-    step = state.best_global_step
-    return int(step) if step and state.best_metric > before else 0
 
 
 @contextmanager

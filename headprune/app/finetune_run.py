@@ -61,7 +61,6 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents
     Raises:
         HeadPruneError: No such folder, no dense model, an option out of its range, data that is cut otherwise than when pruning.
     """
-    config.training.check()
     config.options.check()
     output, key = config.output, key_of("finetune", replace(config, resume=True))
 
@@ -186,23 +185,19 @@ def _check_unseen(scene: Scene, source: Path, run: documents.Run | None) -> list
         )
     if run is None or run.parts.same(now):
         return []
-    before, same, changed = run.options.data, _same_data(run.options.data, data), ""
+    before, same = run.options.data, _same_data(run.options.data, data)
     try:
         then = load_parts(before, scene.loaded)
-        changed = (
-            "" if run.parts.same(documents.Cut.of(then)) else f"{before.dataset} has changed since the model was pruned"
-        )
+        if not run.parts.same(documents.Cut.of(then)):
+            raise HeadPruneError(f"{before.dataset} has changed since the model was pruned.")
     except HeadPruneError as error:
-        if same:
-            raise
         changed = str(error.args[0]).rstrip(".")
-    if changed and same:
+        if not same:
+            return [f"Whether reported examples were used to score or choose the heads is not known: {changed}."]
         raise HeadPruneError(
             f"{changed}, so examples that were used to choose its heads could be reported.",
             "Restore the data, or name other data with -d.",
-        )
-    if changed:
-        return [f"Whether reported examples were used to score or choose the heads is not known: {changed}."]
+        ) from error
     if seen := seen_before(scene.parts, then, same):
         raise HeadPruneError(
             f"With {_flags(before, data)}, {seen:,} of the {len(scene.parts.report):,} examples to report were used to score or choose "

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from headprune import checkpoint
+from headprune.app.options import LoadOptions
 from headprune.errors import HeadPruneError, check_text, first_line
 from headprune.files import recover_folder
 from headprune.fingerprint import HALVES
@@ -78,10 +79,8 @@ def pruned_in(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that `headprune prune` saved.")
-    candidates = [
-        p for p in path.glob("pruned-*") if re.fullmatch(r"pruned-\d+", p.name) and checkpoint.is_checkpoint(p)
-    ]
-    models = sorted(candidates, key=lambda p: int(p.name.removeprefix("pruned-")))
+    numbered = [p for p in path.glob("pruned-*") if p.name.removeprefix("pruned-").isdecimal()]
+    models = sorted(filter(checkpoint.is_checkpoint, numbered), key=lambda p: int(p.name.removeprefix("pruned-")))
     if len(models) != 1:
         held = f"{len(models)} pruned models ({', '.join(p.name for p in models)})" if models else "no pruned model"
         hint = f"Name one, such as {models[0]}." if models else "Pass a folder that `headprune prune` saved."
@@ -136,20 +135,17 @@ def placed(model: nn.Module) -> str:
     return ", ".join(f"{named[place]} ({size / 2**20:,.0f} MiB)" for place, size in places.items())
 
 
-def placing_of(device_map: str | None, memory: str | None) -> dict[str, Any] | None:
-    """The arguments of ``from_pretrained`` for what was typed; None where no device map was.
-
-    Args:
-        device_map: One of `NAMED`, or a JSON file with the device of every module.
-        memory: The most to put on each device, such as ``"0=20GB,cpu=60GB"``.
+def placing_of(options: LoadOptions) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` by which weights do not all go onto one device; none without a device map.
 
     Raises:
         HeadPruneError: A map or an amount that is none; something for a map where there is none.
     """
+    device_map, memory = options.device_map, options.device_memory
     if device_map is None:
         if memory is not None:
             raise HeadPruneError("--device-memory has no use without --device-map.", "Add --device-map auto.")
-        return None
+        return {}
     try:
         file = TypeAdapter(dict[str, int | str])
         places = device_map if device_map in NAMED else file.validate_json(Path(device_map).read_bytes(), strict=True)

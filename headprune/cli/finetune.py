@@ -11,15 +11,13 @@ import typer
 from headprune.app.options import DataOptions, Device, FinetuneOptions, LoadOptions, Mixture, Options, TaskName, Trust
 from headprune.cli import tables
 from headprune.cli.app import command
-from headprune.cli.options import Console, NoResume, Overwrite, Typed, output_option, over
+from headprune.cli.options import Console, NoResume, Overwrite, Saved, Typed, output_option, over
 from headprune.errors import HeadPruneError
 
 
 @command("`headprune finetune reports/MODEL-1/pruned-36`, after `headprune prune --keep 36`", shared=True)
 def finetune(
-    pruned: Annotated[
-        Path, typer.Argument(metavar="PRUNED", help="A folder headprune saved, or a run folder that contains one.")
-    ],
+    pruned: Saved,
     training: FinetuneOptions,
     mixture: Mixture,
     data: DataOptions,
@@ -42,11 +40,12 @@ def finetune(
 ) -> None:
     """Train a pruned model, with distillation from the dense one, and measure all three."""
     from headprune.app import finetune_run as room
+    from headprune.app.options import check_values
     from headprune.app.report.cards import finetune_table
     from headprune.app.sources import pruned_in
 
     training = replace(training, mixture=mixture)
-    training.check()  # before it is looked whether the folder is one
+    check_values(training)  # before it is looked whether the folder is one
     source = pruned_in(pruned)
     loading = LoadOptions(task, device, dtype, trust_remote_code)
     options = _options(source, data, loading, teacher, typed)
@@ -72,9 +71,7 @@ def _options(source: Path, data: DataOptions, loading: LoadOptions, teacher: str
 
     about, run = checkpoint.about(source), run_of(source)
     if run is None and not data.dataset:
-        raise HeadPruneError(
-            f"{source} is in no run folder that names its data.", "Name the dataset with -d, as when pruning."
-        )
+        raise HeadPruneError(f"{source} is in no run folder that names its data.", "Name the dataset with -d.")
     model, task = teacher or about.get("from"), loading.task or about.get("task")
     if not isinstance(model, str) or not isinstance(task, str | None):
         raise HeadPruneError(f"{source} does not say which model it was made from.", "Name it with --teacher.")

@@ -150,9 +150,7 @@ def bench(
         _bench_models(dense, pruned, loading, sizes, tokens, console)
         return
     if not all(exported):
-        raise HeadPruneError(
-            f"Only one of {dense} and {pruned} is for another engine.", "Export both, or compare two models."
-        )
+        raise HeadPruneError(f"Only one of {dense} and {pruned} is for another engine.", "Export both, or neither.")
     with console.track("timing") as progress:
         rows = bench_files(files, sizes, tokens, progress=progress)
     tables.print_times(console, rows)

@@ -32,10 +32,9 @@ Model = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of every random draw.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Saved = Annotated[Path, typer.Argument(metavar="PRUNED", help="A folder headprune saved, or a run folder with one.")]
 NoResume = Annotated[bool, typer.Option("--no-resume", help="Start anew, whatever an interrupted run has left.")]
-Distil = Annotated[
-    bool, typer.Option("--distil", help="Score by the divergence from the dense model's answers, not by labels.")
-]
+Distil = Annotated[bool, typer.Option("--distil", help="Score by divergence from the dense answers, not by labels.")]
 
 
 output_option = partial(typer.Option, "--output", "-o")
@@ -63,9 +62,7 @@ class Writing:
         return self.output, self.overwrite
 
 
-_budget = partial(
-    typer.Option, rich_help_panel="Budget (one kind per run; can be given several times, for nested plans)"
-)
+_budget = partial(typer.Option, rich_help_panel="Budget (one kind per run; repeatable, for nested plans)")
 
 
 _BudgetTexts: Any = make_dataclass(
@@ -219,7 +216,5 @@ def numbers_in(flag: str, text: str) -> list[int]:
     """
     numbers = [int(n) for n in text.split(",") if re.fullmatch(r"\s*\d{1,9}\s*", n)]
     if len(numbers) != text.count(",") + 1 or not 1 <= min(numbers) <= max(numbers) <= _LARGEST:
-        raise HeadPruneError(
-            f"{flag} {text!r} is no list of numbers from 1 to {_LARGEST:,}.", f"Write it as {flag} 1,8,32."
-        )
+        raise HeadPruneError(f"{flag} {text!r} is no list of numbers from 1 to {_LARGEST:,}.", f"Write {flag} 1,8,32.")
     return numbers

@@ -70,9 +70,7 @@ def prune(
     console: Console,
     more: More,
     typed: Typed,
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Without it, the model of the newest scores.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="[that of the newest scores].")] = None,
     distil: Distil = False,
     seed: Seed = 0,
 ) -> None:
@@ -214,9 +212,7 @@ def _prune_folder(source: RunFolder | None, output: Path | None, model: str, ove
         if free and (output == source.path or source.command is None or source.left_by(key)):
             return source
         if output == source.path:
-            raise HeadPruneError(
-                f"{source.path} was pruned before.", "Choose another folder with -o, or add --overwrite."
-            )
+            raise HeadPruneError(f"{source.path} was pruned before.", "Choose another with -o, or add --overwrite.")
         output = None
     return choose_folder(output, Path(model.rstrip("/")).name, overwrite, key)
 
@@ -227,10 +223,8 @@ def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
 
     if config.source is None and config.needs_scores:
         scene = workflow.open_to_prune(config, [], console)
-        doing = f"score, then prune and write {folder.path}"
-        tables.print_dry_run(
-            console, scene, config.methods, folder, doing, workflow.cost_of_pruning(scene, config).line
-        )
+        doing, cost = f"score, then prune and write {folder.path}", workflow.cost_of_pruning(scene, config)
+        tables.print_dry_run(console, scene, config.methods, folder, doing, cost.line)
         return
     scores, result = workflow.plan_run(config, console)
     tables.print_plans(console, result.fits, scores)

@@ -9,7 +9,7 @@ import typer
 
 from headprune.app.options import LoadOptions, TaskName, Trust
 from headprune.cli.app import command
-from headprune.cli.options import Console, Model, Overwrite, output_option
+from headprune.cli.options import Console, Model, Overwrite, Saved, output_option
 from headprune.errors import HeadPruneError
 
 
@@ -22,9 +22,7 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder
     folder = RunFolder(run)
     folder.settle()
     if not folder.run_path.is_file():
-        raise HeadPruneError(
-            f"{run} is not a run's folder: it has no run.json.", "Pass one that `headprune score` or `prune` wrote."
-        )
+        raise HeadPruneError(f"{run} is no run's folder: it has no run.json.", "Pass one that score or prune wrote.")
     folder.read_run()
     with folder.locked(command_line()):
         room.write(folder)
@@ -86,7 +84,7 @@ def export(
 
 @command("`headprune push reports/MODEL-1/pruned-36 me/smaller --private`")
 def push(
-    folder: Annotated[Path, typer.Argument(help="A folder that headprune saved, or a run folder that contains one.")],
+    pruned: Saved,
     repo: Annotated[str, typer.Argument(help="The repository, user/name; it is created if it does not exist.")],
     console: Console,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
@@ -97,7 +95,7 @@ def push(
     from headprune import checkpoint
     from headprune.app.sources import pruned_in
 
-    source = pruned_in(folder)
+    source = pruned_in(pruned)
     if (source / "config.json").is_file():
         checkpoint.load(source, trust_remote_code=trust_remote_code)  # what is damaged should not be what others get
     if dry_run:

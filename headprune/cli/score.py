@@ -50,7 +50,6 @@ def score(
         _, scores = workflow.score_run(options, folder, console)
     # The work is done: that nobody reads this to its end (`| head`) does not interrupt it.
     tables.print_scores(console, scores)
-    console.result(
-        f"\nReport: {folder.report_path}\nPage:   {folder.page_path}\nNext:   headprune prune --keep 50% -o {folder.path}"
-    )
+    console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
+    console.result(f"Next:   headprune prune --keep 50% -o {folder.path}")
     console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})

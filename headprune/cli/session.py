@@ -32,9 +32,7 @@ class Manner:
 
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The libraries' messages too, and tracebacks.")] = (
-        False
-    )
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The libraries' messages, and tracebacks.")] = False
 
 
 @contextmanager

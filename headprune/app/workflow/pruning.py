@@ -192,7 +192,7 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
     if source is None:
         scores, seconds_scoring = score_all(scene, methods, folder, console)
     # What is only measured there changes no other result, but nothing may be trained on it.
-    also = [part.content_hash() for part in scene.parts.also]
+    also = [part.content_hash for part in scene.parts.also]
     candidates = config.candidates(scores)
     facts = [config.facts(), [s.method for s in candidates], [s.to_json() for s in scores]]
     facts += also if config.finetune else []

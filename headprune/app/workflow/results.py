@@ -81,7 +81,7 @@ class PruneContext:
                     return self.trials.masked(what, list(part.batches()))
 
         # The second datasets are not in the key of the run's store.
-        return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash()}", make)
+        return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash}", make)
 
 
 def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> tuple[documents.BudgetResult, nn.Module]:

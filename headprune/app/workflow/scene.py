@@ -98,7 +98,7 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
     parts.notes.extend(loaded.notes)
     console.say(*parts.notes)
     current().agree("a model", lambda: fingerprint(loaded.model))
-    current().agree("examples", lambda: [part.content_hash() for part in (parts.score, parts.choose, parts.report)])
+    current().agree("examples", lambda: [part.content_hash for part in (parts.score, parts.choose, parts.report)])
     return Scene(options, loaded, parts, find_attention(loaded.model, next(parts.score.batches(2))))
 
 
