@@ -19,7 +19,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from headprune.amounts import visible
-from headprune.errors import HeadPruneError
 from headprune.files import dumps
 
 _PIPED_WIDTH = 140  # columns where no terminal says how many there are
@@ -60,31 +59,16 @@ class Console:
     def show(self, renderable: RenderableType, soft_wrap: bool = False) -> None:
         """A part of the result, such as a table."""
         if not self.as_json:
-            with self._printing():
-                self.out.print(renderable, soft_wrap=soft_wrap)
+            self.out.print(renderable, soft_wrap=soft_wrap)
 
     def document(self, data: Any) -> None:
         """The result as one JSON document, with --json."""
         if self.as_json and self.stdout is not None:  # None: it was closed before the command began (`>&-`)
-            with self._printing():
-                text, encoding = dumps(data), getattr(self.stdout, "encoding", None) or "utf-8"
-                if encoding.lower() not in ("utf-8", "utf8"):  # JSON has escapes for what another encoding cannot hold
-                    text = json.dumps(json.loads(text), indent=1)
-                self.stdout.write(text + "\n")
-                self.stdout.flush()
-
-    @contextmanager
-    def _printing(self) -> Iterator[None]:
-        """What is wrong with stdout is said of stdout, not of the disk that the results are on."""
-        try:
-            yield
-        except BrokenPipeError:  # as behind `| head`
-            raise
-        except OSError as error:
-            raise HeadPruneError(
-                f"What this command prints could not be written to stdout: {error.strerror or error}.",
-                "Send it elsewhere; files that the command writes are complete.",
-            ) from error
+            text, encoding = dumps(data), getattr(self.stdout, "encoding", None) or "utf-8"
+            if encoding.lower() not in ("utf-8", "utf8"):  # JSON has escapes for what another encoding cannot hold
+                text = json.dumps(json.loads(text), indent=1)
+            self.stdout.write(text + "\n")
+            self.stdout.flush()
 
     @contextmanager
     def track(self, label: str) -> Iterator[Any]:
@@ -153,9 +137,8 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int
             share = flat.index(value) / max(len(flat) - 1, 1)
             shade = int(235 - 150 * share)
             colour = f"rgb({shade},{shade},255)" if value >= 0 or not signed else "rgb(255,170,150)"
-            text = f"{value / 10**exponent:.1f}" if numbers else " "
-            if h in crossed:
-                text = "x" if not numbers else f"x{text}"
+            cross = "x" if h in crossed else ""
+            text = f"{cross}{value / 10**exponent:.1f}" if numbers else cross or " "
             cells.append(Text(f" {text} ", style=f"black on {colour}"))
         table.add_row(f"{label} ", *cells)
     return table

@@ -215,9 +215,7 @@ class _Trainer(Trainer):  # type: ignore[misc]
         lengths = LengthGroupedSampler(train.batch_size, lengths=train.lengths(), generator=order)
         return DataLoader(train.features, train.batch_size, sampler=lengths, collate_fn=train.collate)
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *_: Any, **__: Any) -> Tensor:
         """The mean loss of a batch's examples; of several processes, such that the mean over them has the gradient of that."""
         size, count, rank = apparent_size(inputs), self.accelerator.num_processes, self.accelerator.process_index
         if count == 1 or not self.model.separable:
@@ -260,10 +258,8 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
         worse = [h for h in state.log_history if "loss" in h and h["step"] > (state.best_global_step or 0)]
         return state.global_step >= state.max_steps or len(worse) >= self.patience
 
-    def on_epoch_begin(
-        self, args: Any, state: TrainerState, control: Any, train_dataloader: Any = None, **_: Any
-    ) -> None:
-        train_dataloader.sampler.generator.manual_seed(_seed(args.seed, int(state.epoch)))
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
+        given["train_dataloader"].sampler.generator.manual_seed(_seed(args.seed, int(state.epoch)))
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         set_seed(_seed(args.seed, state.global_step))

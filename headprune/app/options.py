@@ -181,16 +181,13 @@ class Options:
         """Refuse what is surely wrong, before anything is loaded.
 
         Raises:
-            HeadPruneError: A number out of its range, no such task, method or file.
+            HeadPruneError: A number out of its range, no such task or file.
         """
         from headprune.plans import keep_of
-        from headprune.scoring.base import method_and_settings
 
         check_values(self)
         if self.keep is not None:
             keep_of(self.keep)
-        for method in self.methods:
-            method_and_settings(method)
         self.loading.check()
         self.data.check()
 
@@ -208,10 +205,6 @@ class Mixture:
     alpha: Annotated[float, Field(ge=0, le=1), _training(help="Weight of the dense answers against the labels.")] = 0.5
     temperature: Annotated[Above0, _training(help="Temperature of the distillation.")] = 2.0
     hidden_states: Annotated[bool, _training("--hidden-states", help="Learn the dense hidden states too.")] = False
-
-    @property
-    def needs_teacher(self) -> bool:
-        return self.alpha > 0 or self.hidden_states
 
 
 @dataclass(frozen=True)

@@ -206,11 +206,8 @@ def holds(model: nn.Module, dtype: torch.dtype) -> bool:
 def stored_size(model: nn.Module, half: torch.dtype | None = None) -> int:
     """Bytes of a model's weights and saved buffers, shared ones once: as they are, or once `narrow` has rounded them to ``half``."""
     narrowed = {id(p) for _, p in _narrowed(model, half)} if half else set()
-    saved = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
-    return sum(
-        t.numel() * (half.itemsize if half and id(t) in narrowed else t.element_size())
-        for t in {id(t): t for t in saved}.values()
-    )
+    saved = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
+    return sum(t.numel() * (half.itemsize if half and i in narrowed else t.element_size()) for i, t in saved.items())
 
 
 def _narrowed(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

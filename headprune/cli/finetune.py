@@ -50,9 +50,8 @@ def finetune(
     loading = LoadOptions(task, device, dtype, trust_remote_code)
     options = _options(source, data, loading, teacher, typed)
     output = output or source.with_name(f"{source.name}-finetuned")
-    folder, record = room.finetune_run(
-        room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume), console
-    )
+    config = room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume)
+    folder, record = room.finetune_run(config, console)
     tables.print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
     console.result(f"Training: {record.changes['gain'].verdict}.\n\nReport: {folder / room.REPORT}\nModel:  {folder}")
     tables.print_loading(console, folder)

@@ -56,11 +56,6 @@ class Writing:
         ),
     ] = False
 
-    @property
-    def place(self) -> tuple[Path | None, bool]:
-        """What of it changes the result, and not only how the command goes about it."""
-        return self.output, self.overwrite
-
 
 _budget = partial(typer.Option, rich_help_panel="Budget (one kind per run; repeatable, for nested plans)")
 
@@ -134,8 +129,7 @@ def takes_options(function: Callable[..., None], shared: bool) -> Callable[..., 
 
     @wraps(function)
     def command(context: typer.Context, **given: Any) -> None:
-        sources = {name: context.get_parameter_source(name) for name in given}
-        typed = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+        typed = frozenset(n for n in given if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE")
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
         for name, kind in groups.items():
             values[name] = kind(**{p.name: values.pop(p.name) for p in _parameters(kind)})

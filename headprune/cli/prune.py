@@ -80,7 +80,7 @@ def prune(
     from headprune.planning import check_strategy
     from headprune.planning.strategies import effort_named
 
-    key = key_of("prune", budgets, search, data, loading, writing.place, model, more, distil, seed)
+    key = key_of("prune", budgets, search, data, loading, writing.output, writing.overwrite, model, more, distil, seed)
     if "finetune" in typed and not 0 < more.finetune < float("inf"):
         raise HeadPruneError(f"--finetune {more.finetune:g} is no number of epochs.", "Give 1, or a fraction.")
     search = replace(search, budgets=budgets.parse(), repair=not more.no_repair)
@@ -142,12 +142,10 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
     if scores is not None:
         folder = RunFolder(scores if scores.is_dir() else scores.parent)
         if not scores.exists() or scores not in (folder.path, folder.scores_path):
-            raise HeadPruneError(
-                f"There is no file or folder {scores}."
-                if not scores.exists()
-                else f"{scores} is not a run's scores.json.",
-                "Pass a run folder, or its scores.json.",
+            wrong = (
+                f"{scores} is not a run's scores.json." if scores.exists() else f"There is no file or folder {scores}."
             )
+            raise HeadPruneError(wrong, "Pass a run folder, or its scores.json.")
         folder.read_scores()
         return folder
     newest = newest_scores(output, model)

@@ -22,7 +22,7 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder
     folder = RunFolder(run)
     folder.settle()
     if not folder.run_path.is_file():
-        raise HeadPruneError(f"{run} is no run's folder: it has no run.json.", "Pass one that score or prune wrote.")
+        raise HeadPruneError(f"{run} is not a run's folder: it has no run.json.", "Pass what score or prune wrote.")
     folder.read_run()
     with folder.locked(command_line()):
         room.write(folder)
@@ -68,14 +68,9 @@ def export(
     )  # fmt: skip
     stored = str(loaded.stored or "float32").removeprefix("torch.")
     console.say(*loaded.notes, f"writing {file} and trying it …")
+    dtype = dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32")
     done = exporting.export(
-        loaded.model,
-        file,
-        to,
-        processor=loaded.processor,
-        dtype=dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32"),
-        name=loaded.name,
-        overwrite=overwrite,
+        loaded.model, file, to, processor=loaded.processor, dtype=dtype, name=loaded.name, overwrite=overwrite
     )
     console.say(*done.notes)
     console.result(f"{done.path}: {done.summary}")

@@ -37,7 +37,7 @@ def score(
     from headprune.app.folders import claimed, key_of
     from headprune.scoring import DEFAULT_METHODS
 
-    key = key_of("score", data, loading, writing.place, model, method, distil, seed)
+    key = key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
     methods = known_methods(method or DEFAULT_METHODS)
     options = options_of(None, model, data, loading, typed, seed=seed, distil=distil, methods=methods)
     choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)

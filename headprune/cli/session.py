@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import signal
@@ -123,7 +122,7 @@ def hush() -> None:
 def unhush(ranks: Any) -> None:
     """Let this process print again, if it is the first of those that are left."""
     if isinstance(sys.stderr, NullOutput) and ranks is not None and {*range(ranks.rank)} <= {*ranks.gone}:
-        sys.stderr = Patient(sys.__stderr__)
+        sys.stderr = Output(sys.__stderr__, results=False)
 
 
 def say_size(console: Console, size: int) -> None:
@@ -165,7 +164,7 @@ def fail(console: Console, error: HeadPruneError) -> None:
     """Say what is wrong: a line on stderr, and the document if one was asked for."""
     line = in_line(f"headprune: {error}")
     typer.echo(line, err=True)
-    if not console.as_json and getattr(sys.stderr, "lost", False):  # `Patient`: on stdout for who sees only that
+    if not console.as_json and getattr(sys.stderr, "lost", False):  # `Output`: on stdout for who sees only that
         with suppress(OSError):
             typer.echo(line)
     with suppress(OSError, HeadPruneError):  # stdout may be what is full, or closed
@@ -221,18 +220,20 @@ class Signals:
             raise Stopped(128 + number)
 
 
-class Patient:
-    """An output whose failures stop no work: what is said beside the results is worth less than they are.
+class Output:
+    """An output that says of itself what it does not take, and not of the disk that the results are on.
 
-    A closed pipe still stops it, as it stops other programs.
+    A closed pipe stops the command, as it stops other programs (`| head`).
+
+    Args:
+        results: Whether they go there. What is said beside them is worth less than they are: its failures stop no work.
 
     Attributes:
         lost: Whether something could not be written.
     """
 
-    def __init__(self, real: Any) -> None:
-        self._real = real
-        self.lost = False
+    def __init__(self, real: Any, results: bool) -> None:
+        self._real, self._results, self.lost = real, results, False
 
     def write(self, text: str) -> int:
         return int(self._try(lambda: self._real.write(text)) or 0)
@@ -243,9 +244,14 @@ class Patient:
     def _try(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise
+            if self._results:
+                raise HeadPruneError(
+                    f"What this command prints could not be written to stdout: {error.strerror or error}.",
+                    "Send it elsewhere; files that the command writes are complete.",
+                ) from error
             self.lost = True
             return None
 
@@ -262,9 +268,10 @@ def run(app: Callable[[], Any]) -> None:
     signals = Signals()
     signals.listen()
     if sys.stderr is not None:
-        sys.stderr = Patient(sys.stderr)
+        sys.stderr = Output(sys.stderr, results=False)
     if hasattr(sys.stdout, "reconfigure"):  # a locale without ±, or Windows' code page behind a pipe
         sys.stdout.reconfigure(errors="replace")
+        sys.stdout = Output(sys.stdout, results=True)
     status: Any = 0
     try:
         hush()
@@ -273,7 +280,7 @@ def run(app: Callable[[], Any]) -> None:
         status = ended.code
     except KeyboardInterrupt:
         status = Stopped().status
-    except OSError as error:
+    except (HeadPruneError, OSError) as error:
         status = _say_unwritable(error)
     if status == Stopped().status and signals.got is not None:
         status = 128 + signals.got  # the library that parses commands takes every signal for Ctrl-C
@@ -282,11 +289,11 @@ def run(app: Callable[[], Any]) -> None:
 
 def _close(status: Any) -> Any:
     """The exit status, once both outputs have taken all; what they do not take is dropped, so that Python says nothing of it."""
-    for number, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             if stream is not None:
                 stream.flush()
-        except (OSError, ValueError) as error:
+        except (HeadPruneError, OSError, ValueError) as error:
             if number == 1 and not status:
                 status = _say_unwritable(error)
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
@@ -296,6 +303,5 @@ def _close(status: Any) -> Any:
 def _say_unwritable(error: Exception) -> int:
     """Say that stdout took nothing, unless whoever read it has enough (`| head`); the exit status."""
     if not isinstance(error, BrokenPipeError) and sys.stderr is not None:
-        why = getattr(error, "strerror", None) or error
-        print(f"headprune: What this command prints could not be written to stdout: {why}.", file=sys.stderr)
+        print(f"headprune: {error}", file=sys.stderr)
     return 1

@@ -60,12 +60,7 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        encoding: Encoding,
-        options: DataOptions,
-        loaded: LoadedModel,
-        splits: Mapping[str, Any],
-        labelled: bool = True,
+        self, encoding: Encoding, options: DataOptions, loaded: LoadedModel, splits: Mapping[str, Any], labelled: bool
     ) -> None:
         self.encoding, self.options, self.splits, self.labelled = encoding, options, splits, labelled
         self.model, self.config, self.processor = loaded.model, loaded.config, loaded.processor

@@ -137,7 +137,7 @@ def load_train(
         HeadPruneError: No such dataset or column, nothing left to train on.
     """
     splits, split = read_splits(options.dataset, options.subset), parts.score.split
-    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits)
+    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled=True)
     held_out = (parts.choose, parts.report)
     used = {row for part in held_out if part.split == split for row in part.rows}
     seen = {key for part in (*held_out, *parts.also) for key in part.inputs}
@@ -188,7 +188,7 @@ def _also(
         given = getattr(options, flag)
         columns[flag] = given if given and all(column.strip() in there for column in given.split(",")) else None
     options = replace(options, dataset=dataset, subset=None, **columns)
-    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits)
+    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled=True)
     rows, seen = shuffle(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}
     part = _encode(encoder, name, split, rows, seen, options.report_limit)
     return part, [*_notes_on(encoder, part), *filter(None, [encoder.classes.note])]
@@ -237,7 +237,12 @@ def _encode(
     size = encoder.options.batch_size
     part = Part(name, split, kept, examples, encoder.collate, size, tuple(inputs), shortened, dict(left_out))
     if not kept:
-        raise _nothing_left(encoder, part)
+        cut = f" {encoder.cut_note}." if encoder.cut else ""
+        raise HeadPruneError(
+            f"No example of {place(encoder.options.dataset, split)} is left {part.purpose} on: "
+            f"{part.reasons or 'there are too few rows'}.{cut}",
+            "Use more data without duplicates, another split or columns, or a smaller --limit and --report-limit.",
+        )
     return part
 
 
@@ -253,16 +258,6 @@ def _feature(encoder: Encoder, split: str, row: int) -> dict[str, Any] | str:
             f"{where} cannot be read: {type(error).__name__}: {first_line(error)}.",
             "Check this row, --text-column, --label-column and --max-length.",
         ) from error
-
-
-def _nothing_left(encoder: Encoder, part: Part) -> HeadPruneError:
-    """The error for a part without an example."""
-    cut = f" {encoder.cut_note}." if encoder.cut else ""
-    return HeadPruneError(
-        f"No example of {place(encoder.options.dataset, part.split)} is left {part.purpose} on: "
-        f"{part.reasons or 'there are too few rows'}.{cut}",
-        "Use more data without duplicates, another split or columns, or a smaller --limit and --report-limit.",
-    )
 
 
 def _notes_on(encoder: Encoder, *parts: Part) -> list[str]:
