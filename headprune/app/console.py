@@ -30,17 +30,15 @@ class Terminal(RichConsole):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """What is printed, piece by piece; rich adds its own colours later."""
-        for piece in super().render(renderable, options):
-            text, style, control = piece
-            yield piece if control else Segment(visible(text), style)
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else visible(text), style, control)
 
 
 class Console:
     """stdout for results, stderr for the rest; ``quiet`` keeps stderr for errors."""
 
     def __init__(self, quiet: bool = False, as_json: bool = False) -> None:
-        self.quiet = quiet
-        self.as_json = as_json
+        self.quiet, self.as_json = quiet, as_json
         self.stdout = sys.stdout  # of now: while a command runs, what others print may be redirected
         self.out = Terminal(highlight=False, markup=False, emoji=False)
         self.err = Terminal(stderr=True, highlight=False, markup=False, emoji=False)

@@ -15,7 +15,6 @@ from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import load_model
 from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.app.report.cards import finetune_card, finetune_report
-from headprune.app.runs import RunFolder, check_free
 from headprune.app.sources import half_of, holds
 from headprune.app.workflow import Console, Scene, open_scene, saving
 from headprune.app.workflow.cost import announce, cost_of_training
@@ -66,7 +65,7 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents
 
     def choose() -> Folder:
         folder = Folder(output)
-        check_free(folder, config.overwrite or folder.left_by(key))
+        runs.check_free(folder, config.overwrite or folder.left_by(key))
         if not folder.empty and not (output / DOCUMENT).is_file():
             raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
         return folder
@@ -138,7 +137,7 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
 
 def run_of(source: Path) -> documents.Run | None:
     """The run that a checkpoint lies in, if it does."""
-    folder = RunFolder(source.resolve().parent)
+    folder = runs.RunFolder(source.resolve().parent)
     return folder.read_run() if folder.run_path.is_file() else None
 
 
@@ -220,7 +219,7 @@ def _trained_on(source: Path, run: documents.Run | None) -> tuple[documents.Cut,
     if (source / DOCUMENT).is_file():
         record = documents.FinetuneRecord.read(source / DOCUMENT)
         return record.parts, record.data
-    metrics = RunFolder(source.resolve().parent).read_metrics() if run is not None else None
+    metrics = runs.RunFolder(source.resolve().parent).read_metrics() if run is not None else None
     if run is not None and metrics and any(b.checkpoint == source.name and b.finetune for b in metrics.budgets):
         return run.parts, run.options.data
     return None

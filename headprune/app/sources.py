@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headprune import checkpoint
 from headprune.app.options import LoadOptions
-from headprune.errors import HeadPruneError, check_text, first_line
+from headprune.errors import HeadPruneError, check_text, first_line, registered
 from headprune.files import recover_folder
 from headprune.fingerprint import HALVES
 from headprune.inputs import model_device
@@ -110,13 +110,10 @@ def pick_device(device: str) -> torch.device:
 
 
 def dtype_named(dtype: str, device: torch.device) -> torch.dtype | str:
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if dtype == "auto":
-        # Half precision is slow on most CPUs, and rounding there hides small scores.
-        return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in known:
-        raise HeadPruneError(f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(known)}.")
-    return known[dtype]
+    # Half precision is slow on most CPUs, and rounding there hides small scores.
+    known: dict[str, Any] = {"auto": torch.float32 if device.type == "cpu" else "auto"}
+    known |= {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
+    return registered(known, "dtype", dtype)
 
 
 NAMED = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 else:
     Console = Manner  # a command's console is made from these options
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="Hub id (or ID@REVISION), local folder, a folder headprune saved, or a run folder."
-    ),
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id (or ID@REVISION), model folder, or run folder.")]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of every random draw.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 Saved = Annotated[Path, typer.Argument(metavar="PRUNED", help="A folder headprune saved, or a run folder with one.")]
@@ -60,18 +55,9 @@ class Writing:
 _budget = partial(typer.Option, rich_help_panel="Budget (one kind per run; repeatable, for nested plans)")
 
 
-_BudgetTexts: Any = make_dataclass(
-    "_BudgetTexts",
-    [
-        (
-            name.replace("-", "_"),
-            Annotated[tuple[str, ...], _budget(kind.flag, *filter(None, [kind.short]), help=kind.help)],
-            field(default=()),
-        )
-        for name, kind in BUDGETS.items()
-    ],
-    frozen=True,
-)
+_options = {name: _budget(kind.flag, *filter(None, [kind.short]), help=kind.help) for name, kind in BUDGETS.items()}
+_fields = [(name.replace("-", "_"), Annotated[tuple[str, ...], option], ()) for name, option in _options.items()]
+_BudgetTexts: Any = make_dataclass("_BudgetTexts", _fields, frozen=True)
 
 
 @dataclass(frozen=True)
@@ -169,12 +155,9 @@ def options_of(
     own = {name: value for name, value in more.items() if name != "seed" or "seed" in typed}
     if "seed" in own:
         data = replace(data, seed=own["seed"])
-    if source is None:
-        options = Options(model or "", data, loading, **own)
-    else:
-        base = source.read_run().options
-        data, loading = over(base.data, data, typed), over(base.loading, loading, typed)
-        options = replace(base, model=model or base.model, data=data, loading=loading, **own)
+    base = Options("", DataOptions()) if source is None else source.read_run().options
+    data, loading = over(base.data, data, typed), over(base.loading, loading, typed)
+    options = replace(base, model=model or base.model, data=data, loading=loading, **own)
     options.check()
     return options
 

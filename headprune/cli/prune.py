@@ -30,8 +30,7 @@ class More:
 
     no_repair: Annotated[bool, _repair("--no-repair", help="Leave the kept heads' weights as they were.")] = False
     finetune: Annotated[
-        float,
-        _repair(metavar="EPOCHS", help="Train afterwards, with distillation from the dense model.", show_default=False),
+        float, _repair(metavar="EPOCHS", help="Train afterwards, distilling from the dense model.", show_default=False)
     ] = 0.0
     also: Annotated[
         tuple[str, ...],
