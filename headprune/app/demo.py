@@ -63,16 +63,12 @@ def prepare(home: Path, progress: Callable[[int, int], None]) -> tuple[Path, Pat
 def was_run(folder: RunFolder) -> bool:
     """Whether the demo wrote this very report here, on this machine."""
     mark = HOME / "run.json"
-    return mark.is_file() and folder.pruned and read_json(mark, "demo").get("report") == _hash_of(folder)
+    return mark.is_file() and folder.pruned and read_json(mark, "demo").get("report") == digest(folder.metrics_path, 64)
 
 
 def remember(folder: RunFolder) -> None:
     """Note that the demo wrote this report."""
-    write_json(HOME / "run.json", "demo", {"report": _hash_of(folder)})
-
-
-def _hash_of(folder: RunFolder) -> str:
-    return digest(folder.metrics_path, 64)
+    write_json(HOME / "run.json", "demo", {"report": digest(folder.metrics_path, 64)})
 
 
 def _digits() -> tuple[Any, Any]:

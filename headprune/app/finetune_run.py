@@ -106,25 +106,15 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
         with console.track(f"measuring the {name} model") as progress:
             measured[name] = evaluate(model, parts.report.batches(), progress=progress)
     pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
+    asked = {**vars(config.training), "dtype": options.loading.dtype, "train_limit": config.train_limit}
     record = documents.FinetuneRecord(
-        command=runs.command_line(),
-        when=runs.now(),
-        environment=runs.environment(str(model_device(pruned))),
-        pruned=str(source),
-        teacher=scene.loaded.source,
-        task=scene.loaded.task.name,
-        metric=metric,
-        options=documents.TrainingOptions(
-            **vars(config.training), dtype=options.loading.dtype, train_limit=config.train_limit
-        ),
-        data=options.data,
-        parts=documents.Cut.of(parts, train),
-        notes=(*parts.notes, *notes, *filter(None, [saved.note])),
-        seconds=round(time.monotonic() - began, 1),
-        training=training,
+        command=runs.command_line(), when=runs.now(), environment=runs.environment(str(model_device(pruned))),
+        pruned=str(source), teacher=scene.loaded.source, task=scene.loaded.task.name, metric=metric, data=options.data,
+        options=documents.TrainingOptions(**asked), parts=documents.Cut.of(parts, train),
+        notes=(*parts.notes, *notes, *filter(None, [saved.note])), seconds=round(time.monotonic() - began, 1), training=training,
         models={name: documents.Measured.of(each, metric) for name, each in measured.items()},
         changes={name: compare(measured[a], measured[b], metric) for name, (a, b) in pairs.items()},
-    )
+    )  # fmt: skip
 
     def write() -> None:
         record.write(content / DOCUMENT)

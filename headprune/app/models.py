@@ -189,10 +189,9 @@ def _load_dense(
 
 def numbers_given(loaded: LoadedModel) -> str | None:
     """What a regression head gives instead of classes, such as ``"3 numbers"``; None for any other head."""
-    labels = getattr(loaded.config, "num_labels", 2)
-    if loaded.task.metric != "accuracy" or loaded.task.name == "question-answering":
-        return None
-    if labels != 1 and not regresses(loaded.model):
+    labels, task = getattr(loaded.config, "num_labels", 2), loaded.task
+    of_labels = task.metric == "accuracy" and task.name != "question-answering"
+    if not of_labels or (labels != 1 and not regresses(loaded.model)):
         return None
     return f"{labels} number{'s' if labels > 1 else ''}"
 

@@ -111,7 +111,7 @@ def pick_device(device: str) -> torch.device:
 
 def dtype_named(dtype: str, device: torch.device) -> torch.dtype | str:
     # Half precision is slow on most CPUs, and rounding there hides small scores.
-    known: dict[str, Any] = {"auto": torch.float32 if device.type == "cpu" else "auto"}
+    known: dict[str, torch.dtype | str] = {"auto": torch.float32 if device.type == "cpu" else "auto"}
     known |= {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
     return registered(known, "dtype", dtype)
 
