@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -169,11 +170,9 @@ def explained(error: BaseException) -> HeadPruneError | None:
 
 def _has_folder() -> bool:
     """Whether the folder that this process is in is still there."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        return False
-    return True
+    with suppress(FileNotFoundError):
+        return Path.cwd().is_dir()
+    return False
 
 
 def is_of_the_disk(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ import copy
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -191,10 +191,9 @@ def _last_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
 
 def _is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint was written to its end, where its checksums are, and has not changed since."""
-    try:
+    with suppress(HeadPruneError, KeyError, OSError):
         return bool(read_json(checkpoint / _SEAL, "checkpoint")["files"] == _checksums(checkpoint))
-    except (HeadPruneError, KeyError, OSError):
-        return False
+    return False
 
 
 def _checksums(checkpoint: Path) -> dict[str, str]:

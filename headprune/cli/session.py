@@ -111,12 +111,10 @@ def hush() -> None:
         return  # so that `headprune --help` does not wait for torch
     from headprune.parallel import place
 
-    try:
+    with suppress(HeadPruneError):  # said by the command
         ranks = place()
-    except HeadPruneError:  # said by the command
-        return
-    if ranks is not None and ranks[0] and not os.environ.get("HEADPRUNE_DEBUG"):
-        sys.stdout, sys.stderr = NullOutput(), NullOutput()
+        if ranks is not None and ranks[0] and not os.environ.get("HEADPRUNE_DEBUG"):
+            sys.stdout, sys.stderr = NullOutput(), NullOutput()
 
 
 def unhush(ranks: Any) -> None:

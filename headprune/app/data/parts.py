@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,9 @@ def shuffle(count: int, seed: int) -> list[int]:
 
 def hidden_labels(data: Any) -> bool:
     """Whether every label is -1, as in the test splits of GLUE."""
-    if "label" not in data.column_names:
-        return False
-    try:
-        return all(label == -1 for label in data[: min(50, len(data))]["label"])
-    except UnicodeDecodeError:  # a text that is none; its row is named when it is read
-        return False
+    with suppress(UnicodeDecodeError):  # a text that is none; its row is named when it is read
+        return "label" in data.column_names and all(label == -1 for label in data[: min(50, len(data))]["label"])
+    return False
 
 
 def load_parts(options: DataOptions, loaded: LoadedModel, labelled: bool = True) -> DataParts:
