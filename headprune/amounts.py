@@ -51,15 +51,6 @@ def head_count(count: int) -> str:
     return f"{count} head{'' if count == 1 else 's'}"
 
 
-def example_count(count: int) -> str:
-    """How many examples.
-
-    >>> example_count(1), example_count(2_000)
-    ('1 example', '2,000 examples')
-    """
-    return f"{count:,} example{'' if count == 1 else 's'}"
-
-
 def duration(seconds: float) -> str:
     """To two digits.
 

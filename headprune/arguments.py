@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer
 from headprune.batches import is_empty
 from headprune.errors import HeadPruneError
-from headprune.files import digest
-from headprune.fingerprint import fingerprint, tensor_bytes
+from headprune.fingerprint import fingerprint
 from headprune.inputs import Example, inputs_of, tensors
 from headprune.parallel import Ranks, accelerator_ranks
 from headprune.plans import PruningPlan
+from headprune.store import digest
 from headprune.trace import find_attention
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequenc
         HeadPruneError: The processes were given different models or batches, or a model that talks to the others by itself.
     """
     if accelerator is not None and isinstance(model, nn.parallel.DistributedDataParallel):
-        raise HeadPruneError(
-            "The model is wrapped for training on several processes.", "Pass accelerator.unwrap_model(model)."
-        )
+        raise HeadPruneError("The model is wrapped for several processes.", "Pass accelerator.unwrap_model(model).")
     with accelerator_ranks(accelerator) as ranks:
         if accelerator is not None:
             ranks.agree("a model", lambda: fingerprint(model))
@@ -87,15 +85,7 @@ def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequenc
 
 def content_of(batches: Sequence[Any]) -> str:
     """The digest of all tensors in batches."""
-
-    def parts() -> Iterator[str | memoryview]:
-        for batch in batches:
-            for tensor in tensors(batch):
-                yield f"{tuple(tensor.shape)}:{tensor.dtype};"
-                yield tensor_bytes(tensor)
-            yield "|"
-
-    return digest(parts())
+    return digest([list(tensors(batch)) for batch in batches])
 
 
 def heads_of(plan: Plan) -> Mapping[str, Sequence[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -116,9 +117,7 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".headprune-", dir=there) as tried:
             Path(tried, folder.name or "x").mkdir()
     except OSError as error:
-        raise HeadPruneError(
-            f"{folder} cannot be written: {error.strerror}.", "Choose another folder with -o."
-        ) from None
+        raise HeadPruneError(f"{folder} cannot be written: {error.strerror}.", "Choose another with -o.") from None
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -171,11 +170,9 @@ def explained(error: BaseException) -> HeadPruneError | None:
 
 def _has_folder() -> bool:
     """Whether the folder that this process is in is still there."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        return False
-    return True
+    with suppress(FileNotFoundError):
+        return Path.cwd().is_dir()
+    return False
 
 
 def is_of_the_disk(error: BaseException) -> bool:

@@ -34,20 +34,12 @@ class SearchOptions:
 
     budgets: tuple[Budget, ...] = ()
     strategy: Annotated[
-        str,
-        _planning(
-            "--strategy", "-s", help="How the heads to remove are chosen; `headprune methods` lists the strategies."
-        ),
+        str, _planning("--strategy", "-s", help="How heads are chosen; `headprune methods` lists the strategies.")
     ] = "auto"
     protect: Annotated[str, _planning(help="Layers and heads that stay: L0,L3.H7.", show_default=False)] = ""
-    min_heads_per_layer: Annotated[
-        int, _planning(min=0, help="Query heads that every layer keeps.", show_default=False)
-    ] = 0
+    min_heads_per_layer: Annotated[int, _planning(min=0, help="Query heads every layer keeps.", show_default=False)] = 0
     repair: bool = True
     effort: Annotated[
-        str,
-        _planning(
-            help="How much work the search for heads may take: low, normal or high (counted, never timed; see docs/planning.md)."
-        ),
+        str, _planning(help="Work the search may take: low, normal or high (counted, never timed; docs/planning.md).")
     ] = "normal"
     seed: int = 0

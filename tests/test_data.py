@@ -455,7 +455,7 @@ def test_what_chooses_or_is_reported_is_never_trained_on(bert_folder: Path, tmp_
         assert scored == len(set(train.rows) & set(parts.score.rows))
         fewer, _ = load_train(options, loaded, parts, 9)
         assert fewer.rows == train.rows[:9]
-        assert fewer.content_hash() != train.content_hash()
+        assert fewer.content_hash != train.content_hash
 
 
 def test_nothing_left_to_train_on(bert_folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from headprune.amounts import visible
-from headprune.errors import HeadPruneError
 from headprune.files import dumps
 
 _PIPED_WIDTH = 140  # columns where no terminal says how many there are
@@ -31,62 +30,43 @@ class Terminal(RichConsole):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """What is printed, piece by piece; rich adds its own colours later."""
-        for piece in super().render(renderable, options):
-            text, style, control = piece
-            yield piece if control else Segment(visible(text), style)
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else visible(text), style, control)
 
 
 class Console:
     """stdout for results, stderr for the rest; ``quiet`` keeps stderr for errors."""
 
     def __init__(self, quiet: bool = False, as_json: bool = False) -> None:
-        self.quiet = quiet
-        self.as_json = as_json
+        self.quiet, self.as_json = quiet, as_json
         self.stdout = sys.stdout  # of now: while a command runs, what others print may be redirected
         self.out = Terminal(highlight=False, markup=False, emoji=False)
         self.err = Terminal(stderr=True, highlight=False, markup=False, emoji=False)
         if not self.out.is_terminal:
             self.out.width = _PIPED_WIDTH
 
-    def say(self, text: str) -> None:
-        """A line about what happens."""
-        if not self.quiet:
+    def say(self, *texts: str) -> None:
+        """Lines about what happens."""
+        for text in texts if not self.quiet else ():
             self.err.print(Text(text), style="dim")
 
     def result(self, text: str) -> None:
         """A line of the result."""
-        if not self.as_json:
-            with self._printing():
-                self.out.print(Text(text), soft_wrap=True)
+        self.show(Text(text), soft_wrap=True)
 
-    def show(self, renderable: RenderableType) -> None:
-        """A part of the result that is not a line of text, such as a table."""
+    def show(self, renderable: RenderableType, soft_wrap: bool = False) -> None:
+        """A part of the result, such as a table."""
         if not self.as_json:
-            with self._printing():
-                self.out.print(renderable)
+            self.out.print(renderable, soft_wrap=soft_wrap)
 
     def document(self, data: Any) -> None:
         """The result as one JSON document, with --json."""
         if self.as_json and self.stdout is not None:  # None: it was closed before the command began (`>&-`)
-            with self._printing():
-                text, encoding = dumps(data), getattr(self.stdout, "encoding", None) or "utf-8"
-                if encoding.lower() not in ("utf-8", "utf8"):  # JSON has escapes for what another encoding cannot hold
-                    text = json.dumps(json.loads(text), indent=1)
-                self.stdout.write(text + "\n")
-                self.stdout.flush()
-
-    @contextmanager
-    def _printing(self) -> Iterator[None]:
-        """What is wrong with stdout is said of stdout, not of the disk that the results are on."""
-        try:
-            yield
-        except BrokenPipeError:  # as behind `| head`
-            raise
-        except OSError as error:
-            raise HeadPruneError(
-                f"What this command prints could not be written to stdout: {error.strerror or error}.",
-                "Send it elsewhere; files that the command writes are complete.",
-            ) from error
+            text, encoding = dumps(data), getattr(self.stdout, "encoding", None) or "utf-8"
+            if encoding.lower() not in ("utf-8", "utf8"):  # JSON has escapes for what another encoding cannot hold
+                text = json.dumps(json.loads(text), indent=1)
+            self.stdout.write(text + "\n")
+            self.stdout.flush()
 
     @contextmanager
     def track(self, label: str) -> Iterator[Any]:
@@ -155,9 +135,8 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int
             share = flat.index(value) / max(len(flat) - 1, 1)
             shade = int(235 - 150 * share)
             colour = f"rgb({shade},{shade},255)" if value >= 0 or not signed else "rgb(255,170,150)"
-            text = f"{value / 10**exponent:.1f}" if numbers else " "
-            if h in crossed:
-                text = "x" if not numbers else f"x{text}"
+            cross = "x" if h in crossed else ""
+            text = f"{cross}{value / 10**exponent:.1f}" if numbers else cross or " "
             cells.append(Text(f" {text} ", style=f"black on {colour}"))
         table.add_row(f"{label} ", *cells)
     return table

@@ -6,6 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from PIL import Image
+from sklearn.datasets import load_digits
+
 from headprune import checkpoint
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError
@@ -55,23 +63,16 @@ def prepare(home: Path, progress: Callable[[int, int], None]) -> tuple[Path, Pat
 def was_run(folder: RunFolder) -> bool:
     """Whether the demo wrote this very report here, on this machine."""
     mark = HOME / "run.json"
-    return mark.is_file() and folder.pruned and read_json(mark, "demo").get("report") == _hash_of(folder)
+    return mark.is_file() and folder.pruned and read_json(mark, "demo").get("report") == digest(folder.metrics_path, 64)
 
 
 def remember(folder: RunFolder) -> None:
     """Note that the demo wrote this report."""
-    write_json(HOME / "run.json", "demo", {"report": _hash_of(folder)})
-
-
-def _hash_of(folder: RunFolder) -> str:
-    return digest(folder.metrics_path, 64)
+    write_json(HOME / "run.json", "demo", {"report": digest(folder.metrics_path, 64)})
 
 
 def _digits() -> tuple[Any, Any]:
     """Images with values from 0 to 16, ``[1797, 8, 8]``, and their classes ``[1797]``, in an order that is always the same."""
-    import numpy as np
-    from sklearn.datasets import load_digits
-
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     return digits.images[order].astype("uint8"), digits.target[order].astype(int)
@@ -79,13 +80,8 @@ def _digits() -> tuple[Any, Any]:
 
 def _write_data(path: Path, images: Any, labels: Any) -> None:
     """Parquet files that `headprune score -d` reads like any other image dataset."""
-    import datasets
-    from PIL import Image
-
     path.mkdir(parents=True, exist_ok=True)
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(d) for d in range(10)])}
-    )
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list("0123456789"))})
     bounds = {"train": (0, _TRAIN), "validation": (_TRAIN, _TRAIN + _VALIDATION), "test": (_TRAIN + _VALIDATION, None)}
     for split, (start, stop) in bounds.items():
         rows = {"image": [Image.fromarray(x) for x in images[start:stop]], "label": labels[start:stop].tolist()}
@@ -94,10 +90,6 @@ def _write_data(path: Path, images: Any, labels: Any) -> None:
 
 def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tuple[Any, Any, float]:
     """The trained ViT, its image processor and its test accuracy: AdamW, one-cycle learning rate, images shifted by up to a pixel."""
-    import torch
-    import torch.nn.functional as F
-    import transformers
-
     torch.manual_seed(_RECIPE["seed"])
     names = {d: str(d) for d in range(10)}
     config = transformers.ViTConfig(**_RECIPE["config"], id2label=names, label2id={v: k for k, v in names.items()})
@@ -132,9 +124,6 @@ def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tu
 
 def _shift(x: Any) -> Any:
     """Images ``[batch, 1, 8, 8]``, each moved by up to one pixel in each direction; the free edge is empty (-1)."""
-    import torch
-    import torch.nn.functional as F
-
     padded = F.pad(x, (1, 1, 1, 1), value=-1.0)
     dy, dx = torch.randint(0, 3, (2, len(x), 1, 1))
     rows, columns = dy + torch.arange(8).view(1, 8, 1), dx + torch.arange(8).view(1, 1, 8)

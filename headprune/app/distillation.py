@@ -47,7 +47,7 @@ class DistillationLoss(nn.Module):
         super().__init__()
         self.student, self.mixture, self.example = student, mixture, example
         self.teachers: tuple[nn.Module, ...] = ()  # in a tuple it is no part of this module: not trained, not saved
-        if mixture.needs_teacher:
+        if mixture.alpha > 0 or mixture.hidden_states:
             if teacher is None:
                 raise HeadPruneError("There is no dense model to learn from.", "Pass it, or train with alpha 0.")
             self.teachers = (teacher,)

@@ -14,7 +14,7 @@ import copy
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from headprune.app.data import Part
 from headprune.app.distillation import DistillationLoss
 from headprune.app.documents import Training
-from headprune.app.options import FinetuneOptions
+from headprune.app.options import FinetuneOptions, check_values
 from headprune.app.sources import widen
 from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
@@ -84,11 +84,11 @@ def finetune(
     Raises:
         HeadPruneError: Models or labels that do not fit each other, weights that cannot be trained here, or a loss that is not finite.
     """
-    options.check()
+    check_values(options)
     began, device = time.monotonic(), model_device(pruned)
     with _accelerate_kept(), seeded(pruned, options.seed), evaluating(dense or pruned):
         facts = [versions(), device.type, asdict(options), metric, train.batch_size, choose.batch_size]
-        folder = work / digest(facts, train.content_hash(), choose.content_hash(), pruned, dense)
+        folder = work / digest(facts, train.content_hash, choose.content_hash, pruned, dense)
         arguments, student = _arguments(folder, options, pruned), copy.deepcopy(pruned)
         widen(student)
         loss = DistillationLoss(student, dense, options.mixture, move(next(train.batches()), device))
@@ -102,7 +102,7 @@ def finetune(
         trainer.metric = metric
         state, resumed = _train(trainer, flow, last)
         trainer.accelerator.wait_for_everyone()  # the first process may be writing
-        best = _best_step(state, _merit(before, metric))
+        best = state.best_global_step if state.best_global_step and state.best_metric > _merit(before, metric) else 0
         tuned = loss.student = copy.deepcopy(pruned).eval()
         if best:
             file = folder / f"checkpoint-{best}" / _WEIGHTS
@@ -158,16 +158,6 @@ def _merit(metrics: Mapping[str, float], metric: str) -> float:
     return metrics["accuracy"] - 1e-9 * metrics["loss"] if metric == "accuracy" else -metrics[metric]
 
 
-def _best_step(state: TrainerState, before: float) -> int:
-    """The step after the best epoch; 0 if none was better than before the training.
-
-    Args:
-        before: The merit of the weights before the training.
-    """
-    step = state.best_global_step
-    return int(step) if step and state.best_metric > before else 0
-
-
 @contextmanager
 def _accelerate_kept() -> Iterator[None]:
     """Leave accelerate's state of the process as it was: Trainer makes it anew, and it decides on the devices of all that follows."""
@@ -201,10 +191,9 @@ def _last_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
 
 def _is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint was written to its end, where its checksums are, and has not changed since."""
-    try:
+    with suppress(HeadPruneError, KeyError, OSError):
         return bool(read_json(checkpoint / _SEAL, "checkpoint")["files"] == _checksums(checkpoint))
-    except (HeadPruneError, KeyError, OSError):
-        return False
+    return False
 
 
 def _checksums(checkpoint: Path) -> dict[str, str]:
@@ -225,9 +214,7 @@ class _Trainer(Trainer):  # type: ignore[misc]
         lengths = LengthGroupedSampler(train.batch_size, lengths=train.lengths(), generator=order)
         return DataLoader(train.features, train.batch_size, sampler=lengths, collate_fn=train.collate)
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *_: Any, **__: Any) -> Tensor:
         """The mean loss of a batch's examples; of several processes, such that the mean over them has the gradient of that."""
         size, count, rank = apparent_size(inputs), self.accelerator.num_processes, self.accelerator.process_index
         if count == 1 or not self.model.separable:
@@ -270,10 +257,8 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
         worse = [h for h in state.log_history if "loss" in h and h["step"] > (state.best_global_step or 0)]
         return state.global_step >= state.max_steps or len(worse) >= self.patience
 
-    def on_epoch_begin(
-        self, args: Any, state: TrainerState, control: Any, train_dataloader: Any = None, **_: Any
-    ) -> None:
-        train_dataloader.sampler.generator.manual_seed(_seed(args.seed, int(state.epoch)))
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
+        given["train_dataloader"].sampler.generator.manual_seed(_seed(args.seed, int(state.epoch)))
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         set_seed(_seed(args.seed, state.global_step))

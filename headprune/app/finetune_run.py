@@ -15,7 +15,6 @@ from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import load_model
 from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.app.report.cards import finetune_card, finetune_report
-from headprune.app.runs import RunFolder, check_free
 from headprune.app.sources import half_of, holds
 from headprune.app.workflow import Console, Scene, open_scene, saving
 from headprune.app.workflow.cost import announce, cost_of_training
@@ -61,13 +60,12 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents
     Raises:
         HeadPruneError: No such folder, no dense model, an option out of its range, data that is cut otherwise than when pruning.
     """
-    config.training.check()
     config.options.check()
     output, key = config.output, key_of("finetune", replace(config, resume=True))
 
     def choose() -> Folder:
         folder = Folder(output)
-        check_free(folder, config.overwrite or folder.left_by(key))
+        runs.check_free(folder, config.overwrite or folder.left_by(key))
         if not folder.empty and not (output / DOCUMENT).is_file():
             raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
         return folder
@@ -93,8 +91,7 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
         scene = replace(scene, loaded=replace(scene.loaded, stored=half))
         dtype = str(half).removeprefix("torch.")
         notes.append(f"{source} is stored in {dtype}, and so is the fine-tuned model; trained and measured in float32.")
-    for note in notes:
-        console.say(note)
+    console.say(*notes)
     announce(console, lambda: cost_of_training(pruned, train, parts.choose, parts.report, config.training.epochs))
     with console.track("fine-tuning") as progress:
         tuned, training = finetune(
@@ -109,25 +106,15 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
         with console.track(f"measuring the {name} model") as progress:
             measured[name] = evaluate(model, parts.report.batches(), progress=progress)
     pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
+    asked = {**vars(config.training), "dtype": options.loading.dtype, "train_limit": config.train_limit}
     record = documents.FinetuneRecord(
-        command=runs.command_line(),
-        when=runs.now(),
-        environment=runs.environment(str(model_device(pruned))),
-        pruned=str(source),
-        teacher=scene.loaded.source,
-        task=scene.loaded.task.name,
-        metric=metric,
-        options=documents.TrainingOptions(
-            **vars(config.training), dtype=options.loading.dtype, train_limit=config.train_limit
-        ),
-        data=options.data,
-        parts=documents.Cut.of(parts, train),
-        notes=(*parts.notes, *notes, *filter(None, [saved.note])),
-        seconds=round(time.monotonic() - began, 1),
-        training=training,
+        command=runs.command_line(), when=runs.now(), environment=runs.environment(str(model_device(pruned))),
+        pruned=str(source), teacher=scene.loaded.source, task=scene.loaded.task.name, metric=metric, data=options.data,
+        options=documents.TrainingOptions(**asked), parts=documents.Cut.of(parts, train),
+        notes=(*parts.notes, *notes, *filter(None, [saved.note])), seconds=round(time.monotonic() - began, 1), training=training,
         models={name: documents.Measured.of(each, metric) for name, each in measured.items()},
         changes={name: compare(measured[a], measured[b], metric) for name, (a, b) in pairs.items()},
-    )
+    )  # fmt: skip
 
     def write() -> None:
         record.write(content / DOCUMENT)
@@ -140,7 +127,7 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
 
 def run_of(source: Path) -> documents.Run | None:
     """The run that a checkpoint lies in, if it does."""
-    folder = RunFolder(source.resolve().parent)
+    folder = runs.RunFolder(source.resolve().parent)
     return folder.read_run() if folder.run_path.is_file() else None
 
 
@@ -187,23 +174,19 @@ def _check_unseen(scene: Scene, source: Path, run: documents.Run | None) -> list
         )
     if run is None or run.parts.same(now):
         return []
-    before, same, changed = run.options.data, _same_data(run.options.data, data), ""
+    before, same = run.options.data, _same_data(run.options.data, data)
     try:
         then = load_parts(before, scene.loaded)
-        changed = (
-            "" if run.parts.same(documents.Cut.of(then)) else f"{before.dataset} has changed since the model was pruned"
-        )
+        if not run.parts.same(documents.Cut.of(then)):
+            raise HeadPruneError(f"{before.dataset} has changed since the model was pruned.")
     except HeadPruneError as error:
-        if same:
-            raise
         changed = str(error.args[0]).rstrip(".")
-    if changed and same:
+        if not same:
+            return [f"Whether reported examples were used to score or choose the heads is not known: {changed}."]
         raise HeadPruneError(
             f"{changed}, so examples that were used to choose its heads could be reported.",
             "Restore the data, or name other data with -d.",
-        )
-    if changed:
-        return [f"Whether reported examples were used to score or choose the heads is not known: {changed}."]
+        ) from error
     if seen := seen_before(scene.parts, then, same):
         raise HeadPruneError(
             f"With {_flags(before, data)}, {seen:,} of the {len(scene.parts.report):,} examples to report were used to score or choose "
@@ -226,7 +209,7 @@ def _trained_on(source: Path, run: documents.Run | None) -> tuple[documents.Cut,
     if (source / DOCUMENT).is_file():
         record = documents.FinetuneRecord.read(source / DOCUMENT)
         return record.parts, record.data
-    metrics = RunFolder(source.resolve().parent).read_metrics() if run is not None else None
+    metrics = runs.RunFolder(source.resolve().parent).read_metrics() if run is not None else None
     if run is not None and metrics and any(b.checkpoint == source.name and b.finetune for b in metrics.budgets):
         return run.parts, run.options.data
     return None

@@ -12,17 +12,8 @@ import torch
 from torch import nn
 
 from headprune import checkpoint
+from headprune.app import sources
 from headprune.app.options import TASKS, LoadOptions, Task
-from headprune.app.sources import (
-    check_source,
-    dtype_named,
-    half_of,
-    holds,
-    pick_device,
-    resolved,
-    split_revision,
-    widen,
-)
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.input_specs import build, of_config, with_own_dtype
@@ -81,14 +72,14 @@ def load_model(
             code that comes with the model and may not run.
     """
     options.check()
-    check_source(source)
-    named, path = source, resolved(source)
-    source, revision = split_revision(path)
-    dtype = dtype_named(options.dtype, pick_device(options.device))
+    sources.check_source(source)
+    named, path = source, sources.resolved(source)
+    source, revision = sources.split_revision(path)
+    dtype = sources.dtype_named(options.dtype, sources.pick_device(options.device))
     common = {"revision": revision, "trust_remote_code": options.trust_remote_code}
     config = config_of(source, common)
     kind = task_of(config, options.task, source, any_task)
-    half = half_of(config) if options.dtype == "auto" and dtype == torch.float32 else None
+    half = sources.half_of(config) if options.dtype == "auto" and dtype == torch.float32 else None
     ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune
     if ours:
         model = _load_saved(source, options, dtype, half)
@@ -117,7 +108,7 @@ def load_model(
             f"transformers' {type(model).__name__} was used instead."
         )
     # Some configs name another type than their weights have.
-    stored = half if half is not None and holds(model, half) else None
+    stored = half if half is not None and sources.holds(model, half) else None
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
 
 
@@ -157,10 +148,10 @@ def _load_saved(source: str, options: LoadOptions, dtype: torch.dtype | str, hal
     Args:
         half: The half precision to widen it from, if any.
     """
-    places = options.placing() or {"device": pick_device(options.device)}
+    places = sources.placing_of(options) or {"device": sources.pick_device(options.device)}
     model = checkpoint.load(source, **places, trust_remote_code=options.trust_remote_code)
     if half is not None:
-        widen(model)
+        sources.widen(model)
     elif isinstance(dtype, torch.dtype) and options.dtype != "auto":
         for parameter in model.parameters():  # not the buffers: rotary frequencies must not be rounded
             parameter.data = parameter.data.to(dtype)
@@ -178,10 +169,10 @@ def _load_dense(
     """
     import transformers
 
-    auto, placing = getattr(transformers, kind.auto_class), options.placing()
+    auto, placing = getattr(transformers, kind.auto_class), sources.placing_of(options)
     with _explained(source, f"{source} does not load as {kind.auto_class}", "Check --task and the folder."):
         model, info = auto.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, **common, **(placing or {})
+            source, config=config, dtype=dtype, output_loading_info=True, **common, **placing
         )
     if missing := sorted(info.get("missing_keys") or []):
         raise HeadPruneError(
@@ -191,17 +182,16 @@ def _load_dense(
         )
     checkpoint.unite_tied(model)
     checkpoint.check_tied(model, source)
-    aligned(model) if placing else model.to(pick_device(options.device))
+    aligned(model) if placing else model.to(sources.pick_device(options.device))
     loaded: nn.Module = model
     return loaded
 
 
 def numbers_given(loaded: LoadedModel) -> str | None:
     """What a regression head gives instead of classes, such as ``"3 numbers"``; None for any other head."""
-    labels = getattr(loaded.config, "num_labels", 2)
-    if loaded.task.metric != "accuracy" or loaded.task.name == "question-answering":
-        return None
-    if labels != 1 and not regresses(loaded.model):
+    labels, task = getattr(loaded.config, "num_labels", 2), loaded.task
+    of_labels = task.metric == "accuracy" and task.name != "question-answering"
+    if not of_labels or (labels != 1 and not regresses(loaded.model)):
         return None
     return f"{labels} number{'s' if labels > 1 else ''}"
 

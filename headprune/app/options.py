@@ -9,11 +9,14 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field, StrictBool, StrictInt
 
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, registered
 from headprune.options import MAX_SEED
 
 _data, _model, _training = (partial(typer.Option, rich_help_panel=panel) for panel in ("Data", "Model", "Training"))
 
+TaskName = Annotated[str | None, _model(help="What the model is for [read from its config].")]
+Device = Annotated[str, _model(help="auto, cpu, cuda or mps.")]
+Trust = Annotated[bool, _model("--trust-remote-code", help="Run code that comes with the model.")]
 Seed = Annotated[StrictInt, Field(ge=0, le=MAX_SEED)]
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 AtLeast1 = Annotated[int, Field(ge=1)]
@@ -49,13 +52,9 @@ class DataOptions:
     split: Annotated[str | None, _data(help="Split to score on [train, if there is one].")] = None
     choose_split: Annotated[str | None, _data(help="Split to choose plans on [validation].")] = None
     report_split: Annotated[str | None, _data(help="Split to report on [test].")] = None
-    text_column: Annotated[
-        str | None, _data(help="Column of the text, image or sound; a,b for pairs of texts [guessed].")
-    ] = None
+    text_column: Annotated[str | None, _data(help="Column of text, image or sound; a,b for pairs [guessed].")] = None
     label_column: Annotated[str | None, _data(help="Column of the label or target [guessed].")] = None
-    limit: Annotated[
-        AtLeast2, _data("--limit", "-L", min=2, help="Examples to score on, and as many to choose on.")
-    ] = 512
+    limit: Annotated[AtLeast2, _data("--limit", "-L", min=2, help="Examples to score on; as many to choose on.")] = 512
     report_limit: Annotated[AtLeast2, _data(min=2, help="Examples to report on, at most.")] = 2000
     max_length: Annotated[int | None, Field(ge=2), _data(min=2, help="Tokens per example, at most [512].")] = None
     batch_size: Annotated[AtLeast1, _data("--batch-size", "-b", min=1, help="Examples per batch.")] = 32
@@ -76,9 +75,7 @@ class DataOptions:
             )
         check_values(self)
         if self.text_column is not None and self.text_column.count(",") > 1:
-            raise HeadPruneError(
-                f"--text-column {self.text_column} names more than two columns.", "Name one, or two for pairs."
-            )
+            raise HeadPruneError(f"--text-column {self.text_column} names more than two columns.", "Name one or two.")
         for dataset in (self.dataset, *self.also):
             check_local(dataset)
 
@@ -135,12 +132,10 @@ class LoadOptions:
         device_map, device_memory: Where the weights of a model go that is larger than a device.
     """
 
-    task: Annotated[str | None, _model(help="What the model is for [read from its config].")] = None
-    device: Annotated[str, _model(help="auto, cpu, cuda or mps.")] = "auto"
+    task: TaskName = None
+    device: Device = "auto"
     dtype: Annotated[str, _model(help="auto (as stored; float32 on a CPU), float32, bfloat16 or float16.")] = "auto"
-    trust_remote_code: Annotated[bool, _model("--trust-remote-code", help="Run code that comes with the model.")] = (
-        False
-    )
+    trust_remote_code: Trust = False
     device_map: Annotated[
         str | None,
         _model(help="For a model larger than a device (docs/scale.md): auto, balanced, sequential, or a JSON file."),
@@ -149,26 +144,17 @@ class LoadOptions:
         str | None, _model(help="The most memory to use on each device, such as 0=20GB,cpu=60GB [what is free].")
     ] = None
 
-    def placing(self) -> dict[str, Any] | None:
-        """Where the weights go, if not all onto one device.
-
-        Raises:
-            HeadPruneError: A device map or an amount of memory that is none.
-        """
-
-        from headprune.app.sources import placing_of
-
-        return placing_of(self.device_map, self.device_memory)
-
     def check(self) -> None:
         """Refuse what is surely wrong, before anything is loaded.
 
         Raises:
             HeadPruneError: No such task, or two places for the model.
         """
-        if self.task is not None and self.task not in TASKS:
-            raise HeadPruneError(f"There is no task {self.task!r}.", f"Use one of {', '.join(TASKS)}.")
-        if self.placing() is not None and self.device != "auto":
+        from headprune.app.sources import placing_of
+
+        if self.task is not None:
+            registered(TASKS, "task", self.task)
+        if placing_of(self) and self.device != "auto":
             raise HeadPruneError("--device and --device-map both say where the model goes.", "Give one of them.")
 
 
@@ -195,16 +181,13 @@ class Options:
         """Refuse what is surely wrong, before anything is loaded.
 
         Raises:
-            HeadPruneError: A number out of its range, no such task, method or file.
+            HeadPruneError: A number out of its range, no such task or file.
         """
         from headprune.plans import keep_of
-        from headprune.scoring.base import method_and_settings
 
         check_values(self)
         if self.keep is not None:
             keep_of(self.keep)
-        for method in self.methods:
-            method_and_settings(method)
         self.loading.check()
         self.data.check()
 
@@ -219,17 +202,9 @@ class Mixture:
         hidden_states: Whether the hidden states are compared too, with weight 1.
     """
 
-    alpha: Annotated[
-        float, Field(ge=0, le=1), _training(help="Weight of the dense model's answers against the labels.")
-    ] = 0.5
+    alpha: Annotated[float, Field(ge=0, le=1), _training(help="Weight of the dense answers against the labels.")] = 0.5
     temperature: Annotated[Above0, _training(help="Temperature of the distillation.")] = 2.0
-    hidden_states: Annotated[bool, _training("--hidden-states", help="Learn the dense model's hidden states too.")] = (
-        False
-    )
-
-    @property
-    def needs_teacher(self) -> bool:
-        return self.alpha > 0 or self.hidden_states
+    hidden_states: Annotated[bool, _training("--hidden-states", help="Learn the dense hidden states too.")] = False
 
 
 @dataclass(frozen=True)
@@ -251,11 +226,3 @@ class FinetuneOptions:
     weight_decay: float = 0.01
     patience: Annotated[AtLeast1, _training(help="Stop after this many epochs without improvement.")] = 2
     seed: Annotated[Seed, _training(min=0, help="For the order of the examples, and dropout.", show_default=False)] = 0
-
-    def check(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            HeadPruneError: A value out of its range.
-        """
-        check_values(self)

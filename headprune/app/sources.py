@@ -10,18 +10,21 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from headprune import checkpoint
-from headprune.errors import HeadPruneError, check_text, first_line
+from headprune.errors import HeadPruneError, check_text, first_line, registered
 from headprune.files import recover_folder
 from headprune.fingerprint import HALVES
 from headprune.inputs import model_device
 from headprune.offload import Offloaded
+
+if TYPE_CHECKING:
+    from headprune.app.options import LoadOptions
 
 
 def check_source(source: str) -> None:
@@ -78,10 +81,8 @@ def pruned_in(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that `headprune prune` saved.")
-    candidates = [
-        p for p in path.glob("pruned-*") if re.fullmatch(r"pruned-\d+", p.name) and checkpoint.is_checkpoint(p)
-    ]
-    models = sorted(candidates, key=lambda p: int(p.name.removeprefix("pruned-")))
+    numbered = [p for p in path.glob("pruned-*") if p.name.removeprefix("pruned-").isdecimal()]
+    models = sorted(filter(checkpoint.is_checkpoint, numbered), key=lambda p: int(p.name.removeprefix("pruned-")))
     if len(models) != 1:
         held = f"{len(models)} pruned models ({', '.join(p.name for p in models)})" if models else "no pruned model"
         hint = f"Name one, such as {models[0]}." if models else "Pass a folder that `headprune prune` saved."
@@ -111,13 +112,10 @@ def pick_device(device: str) -> torch.device:
 
 
 def dtype_named(dtype: str, device: torch.device) -> torch.dtype | str:
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if dtype == "auto":
-        # Half precision is slow on most CPUs, and rounding there hides small scores.
-        return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in known:
-        raise HeadPruneError(f"There is no dtype {dtype!r}.", f"Use auto, {', '.join(known)}.")
-    return known[dtype]
+    # Half precision is slow on most CPUs, and rounding there hides small scores.
+    known: dict[str, torch.dtype | str] = {"auto": torch.float32 if device.type == "cpu" else "auto"}
+    known |= {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
+    return registered(known, "dtype", dtype)
 
 
 NAMED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -136,20 +134,17 @@ def placed(model: nn.Module) -> str:
     return ", ".join(f"{named[place]} ({size / 2**20:,.0f} MiB)" for place, size in places.items())
 
 
-def placing_of(device_map: str | None, memory: str | None) -> dict[str, Any] | None:
-    """The arguments of ``from_pretrained`` for what was typed; None where no device map was.
-
-    Args:
-        device_map: One of `NAMED`, or a JSON file with the device of every module.
-        memory: The most to put on each device, such as ``"0=20GB,cpu=60GB"``.
+def placing_of(options: LoadOptions) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` by which weights do not all go onto one device; none without a device map.
 
     Raises:
         HeadPruneError: A map or an amount that is none; something for a map where there is none.
     """
+    device_map, memory = options.device_map, options.device_memory
     if device_map is None:
         if memory is not None:
             raise HeadPruneError("--device-memory has no use without --device-map.", "Add --device-map auto.")
-        return None
+        return {}
     try:
         file = TypeAdapter(dict[str, int | str])
         places = device_map if device_map in NAMED else file.validate_json(Path(device_map).read_bytes(), strict=True)
@@ -210,11 +205,8 @@ def holds(model: nn.Module, dtype: torch.dtype) -> bool:
 def stored_size(model: nn.Module, half: torch.dtype | None = None) -> int:
     """Bytes of a model's weights and saved buffers, shared ones once: as they are, or once `narrow` has rounded them to ``half``."""
     narrowed = {id(p) for _, p in _narrowed(model, half)} if half else set()
-    saved = [t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
-    return sum(
-        t.numel() * (half.itemsize if half and id(t) in narrowed else t.element_size())
-        for t in {id(t): t for t in saved}.values()
-    )
+    saved = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
+    return sum(t.numel() * (half.itemsize if half and i in narrowed else t.element_size()) for i, t in saved.items())
 
 
 def _narrowed(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ import typer
 import typer.core
 
 from headprune.cli.options import takes_options
-from headprune.cli.session import fail, hush, run
+from headprune.cli.session import fail, run
 from headprune.errors import HeadPruneError
 
 RETIRED = {
@@ -115,17 +115,11 @@ def wait_asleep() -> None:
     Threads that never spin (OMP_WAIT_POLICY=PASSIVE) are slower on an idle one.
     """
     if not any(name in os.environ for name in _WAITS):
-        os.environ["GOMP_SPINCOUNT"] = (
-            "10000"  # turns of a loop, in libgomp, which PyTorch has on Linux; its own count is 300,000
-        )
+        # Turns of a loop, in libgomp, which PyTorch has on Linux; its own count is 300,000.
+        os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 def main() -> None:
     """The entry point of the ``headprune`` command."""
     wait_asleep()
-
-    def all_of_it() -> None:
-        hush()
-        app()
-
-    run(all_of_it)
+    run(app)

@@ -7,17 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from headprune.app.options import DataOptions, Device, LoadOptions
 from headprune.cli import tables
 from headprune.cli.app import command
-from headprune.cli.options import Console, Device, Overwrite
+from headprune.cli.options import Console, Overwrite, output_option
 
 
 @command("`headprune demo`")
 def demo(
     console: Console,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Run folder [reports/demo].")] = None,
+    output: Annotated[Path | None, output_option(help="Run folder [reports/demo].")] = None,
     device: Device = "auto",
     overwrite: Overwrite = False,
 ) -> None:
@@ -27,7 +26,6 @@ def demo(
     from headprune.app import demo as room
     from headprune.app import runs, workflow
     from headprune.app.folders import Folder, claimed, key_of
-    from headprune.app.options import DataOptions, LoadOptions
     from headprune.budgets import budget_of
     from headprune.options import SearchOptions
     from headprune.scoring import DEFAULT_METHODS

@@ -13,7 +13,7 @@ import typer
 from headprune.app.options import DataOptions, LoadOptions
 from headprune.cli import tables
 from headprune.cli.app import command
-from headprune.cli.options import Console, Model, Seed, Typed, numbers_in
+from headprune.cli.options import Console, Model, Seed, Typed, numbers_in, output_option
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ def inspect(model: Model, loading: LoadOptions, console: Console) -> None:
     from headprune.trace import find_attention
 
     loaded = load_model(model, loading, with_processor=False, any_task=True)
-    for note in loaded.notes:
-        console.say(note)
+    console.say(*loaded.notes)
     layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
     tables.print_layers(console, type(loaded.model).__name__, layers)
     console.document({"model": model, "layers": [layer.to_json() for layer in layers]})
@@ -47,9 +46,7 @@ def show(
     text: Annotated[str | None, typer.Option("--text", "-t", help="A text to look at.")] = None,
     image: Annotated[Path | None, typer.Option(help="An image file to look at.")] = None,
     head: Annotated[str | None, typer.Option("--head", help="One head, large: L3.H7.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A picture to write: .png, .svg or .pdf.")
-    ] = None,
+    output: Annotated[Path | None, output_option(help="A picture to write: .png, .svg or .pdf.")] = None,
     seed: Seed = 0,
 ) -> None:
     """Show what every head attends to: on a text or an image, and with a dataset what each does on average."""
@@ -60,8 +57,7 @@ def show(
     from headprune.trace import find_attention
 
     loaded = load_model(model, loading, any_task=True)
-    for note in loaded.notes:
-        console.say(note)
+    console.say(*loaded.notes)
     heads: Heads | None = None
     if data.dataset:
         limits: dict[str, Any] = {name: _LIMIT for name in ("limit", "report_limit") if name not in typed}
@@ -113,8 +109,7 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
             console.show(role_table(heads))
         roles = "\n".join(role_counts(heads))
         console.result(f"\nRoles on {what}; docs/heads.md says when a head has one:\n{roles}")
-        for unseen in filter(None, (layer.unseen for layer in heads.layers)):
-            console.say(unseen)
+        console.say(*filter(None, (layer.unseen for layer in heads.layers)))
     else:
         layer, number = head_named(heads, head)
         profile, name = layer.heads[number], f"L{layer.index}.H{number}"
@@ -135,11 +130,8 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
 
 @command("`headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
 def bench(
-    dense: Annotated[
-        str,
-        typer.Argument(metavar="DENSE", help="The model to compare with (or an .onnx file, or an OpenVINO folder)."),
-    ],
-    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="The other model.")],
+    dense: Annotated[str, typer.Argument(help="The model to compare with (or an .onnx file, or an OpenVINO folder).")],
+    pruned: Annotated[str, typer.Argument(help="The other model.")],
     loading: LoadOptions,
     console: Console,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",
@@ -155,9 +147,7 @@ def bench(
         _bench_models(dense, pruned, loading, sizes, tokens, console)
         return
     if not all(exported):
-        raise HeadPruneError(
-            f"Only one of {dense} and {pruned} is for another engine.", "Export both, or compare two models."
-        )
+        raise HeadPruneError(f"Only one of {dense} and {pruned} is for another engine.", "Export both, or neither.")
     with console.track("timing") as progress:
         rows = bench_files(files, sizes, tokens, progress=progress)
     tables.print_times(console, rows)
@@ -177,8 +167,7 @@ def _bench_models(
     for model in (dense, pruned):
         check_source(model)
     first, second = (load_model(m, loading, with_processor=False) for m in (dense, pruned))
-    for note in (*first.notes, *second.notes):
-        console.say(note)
+    console.say(*first.notes, *second.notes)
     if first.task != second.task:
         raise HeadPruneError(f"{dense} is for {first.task.name}, {pruned} for {second.task.name}.", "Compare alike.")
     used = tokens if first.task.modality == "text" else [0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass, replace
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -24,33 +24,24 @@ if TYPE_CHECKING:
 else:
     Console = Manner  # a command's console is made from these options
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="Hub id (or ID@REVISION), local folder, a folder headprune saved, or a run folder."
-    ),
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id (or ID@REVISION), model folder, or run folder.")]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of every random draw.")]
-Task = Annotated[str | None, typer.Option(help="What the model is for [read from its config].")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
-Distil = Annotated[
-    bool, typer.Option("--distil", help="Score by the divergence from the dense model's answers, not by labels.")
-]
+Saved = Annotated[Path, typer.Argument(metavar="PRUNED", help="A folder headprune saved, or a run folder with one.")]
+NoResume = Annotated[bool, typer.Option("--no-resume", help="Start anew, whatever an interrupted run has left.")]
+Distil = Annotated[bool, typer.Option("--distil", help="Score by divergence from the dense answers, not by labels.")]
+
+
+output_option = partial(typer.Option, "--output", "-o")
 
 
 @dataclass(frozen=True)
 class Writing:
     """Where a run writes, and what it finds there."""
 
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Run folder [reports/MODEL-1, or the next free number].")
-    ] = None
+    output: Annotated[Path | None, output_option(help="Run folder [reports/MODEL-1, or the next free number].")] = None
     overwrite: Overwrite = False
-    no_resume: Annotated[
-        bool, typer.Option("--no-resume", help="Start anew, whatever an interrupted run has left.")
-    ] = False
+    no_resume: NoResume = False
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -60,33 +51,13 @@ class Writing:
         ),
     ] = False
 
-    @property
-    def place(self) -> tuple[Path | None, bool]:
-        """What of it changes the result, and not only how the command goes about it."""
-        return self.output, self.overwrite
+
+_budget = partial(typer.Option, rich_help_panel="Budget (one kind per run; repeatable, for nested plans)")
 
 
-_budget = partial(
-    typer.Option, rich_help_panel="Budget (one kind per run; can be given several times, for nested plans)"
-)
-
-
-def _field_of(kind: type[Budget]) -> str:
-    return kind.flag.strip("-").replace("-", "_")
-
-
-_BudgetTexts: Any = make_dataclass(
-    "_BudgetTexts",
-    [
-        (
-            _field_of(kind),
-            Annotated[tuple[str, ...], _budget(kind.flag, *filter(None, [kind.short]), help=kind.help)],
-            field(default=()),
-        )
-        for kind in BUDGETS.values()
-    ],
-    frozen=True,
-)
+_options = {name: _budget(kind.flag, *filter(None, [kind.short]), help=kind.help) for name, kind in BUDGETS.items()}
+_fields = [(name.replace("-", "_"), Annotated[tuple[str, ...], option], ()) for name, option in _options.items()]
+_BudgetTexts: Any = make_dataclass("_BudgetTexts", _fields, frozen=True)
 
 
 @dataclass(frozen=True)
@@ -98,7 +69,7 @@ class Budgets(_BudgetTexts):  # type: ignore[misc]
     @property
     def texts(self) -> dict[str, tuple[str, ...]]:
         """What was typed, by kind of budget."""
-        return {name: texts for name, kind in BUDGETS.items() if (texts := getattr(self, _field_of(kind)))}
+        return {name: texts for name in BUDGETS if (texts := getattr(self, name.replace("-", "_")))}
 
     def parse(self) -> tuple[Budget, ...]:
         """The budgets, of one kind; none where a plan was given.
@@ -144,8 +115,7 @@ def takes_options(function: Callable[..., None], shared: bool) -> Callable[..., 
 
     @wraps(function)
     def command(context: typer.Context, **given: Any) -> None:
-        sources = {name: context.get_parameter_source(name) for name in given}
-        typed = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+        typed = frozenset(n for n in given if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE")
         values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
         for name, kind in groups.items():
             values[name] = kind(**{p.name: values.pop(p.name) for p in _parameters(kind)})
@@ -153,9 +123,7 @@ def takes_options(function: Callable[..., None], shared: bool) -> Callable[..., 
         with session(values.pop("console"), shared=shared) as console:
             function(console=console, **values)
 
-    del command.__wrapped__  # its signature would be read
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 
 
@@ -187,12 +155,9 @@ def options_of(
     own = {name: value for name, value in more.items() if name != "seed" or "seed" in typed}
     if "seed" in own:
         data = replace(data, seed=own["seed"])
-    if source is None:
-        options = Options(model or "", data, loading, **own)
-    else:
-        base = source.read_run().options
-        data, loading = over(base.data, data, typed), over(base.loading, loading, typed)
-        options = replace(base, model=model or base.model, data=data, loading=loading, **own)
+    base = Options("", DataOptions()) if source is None else source.read_run().options
+    data, loading = over(base.data, data, typed), over(base.loading, loading, typed)
+    options = replace(base, model=model or base.model, data=data, loading=loading, **own)
     options.check()
     return options
 
@@ -228,7 +193,5 @@ def numbers_in(flag: str, text: str) -> list[int]:
     """
     numbers = [int(n) for n in text.split(",") if re.fullmatch(r"\s*\d{1,9}\s*", n)]
     if len(numbers) != text.count(",") + 1 or not 1 <= min(numbers) <= max(numbers) <= _LARGEST:
-        raise HeadPruneError(
-            f"{flag} {text!r} is no list of numbers from 1 to {_LARGEST:,}.", f"Write it as {flag} 1,8,32."
-        )
+        raise HeadPruneError(f"{flag} {text!r} is no list of numbers from 1 to {_LARGEST:,}.", f"Write {flag} 1,8,32.")
     return numbers

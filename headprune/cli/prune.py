@@ -30,8 +30,7 @@ class More:
 
     no_repair: Annotated[bool, _repair("--no-repair", help="Leave the kept heads' weights as they were.")] = False
     finetune: Annotated[
-        float,
-        _repair(metavar="EPOCHS", help="Train afterwards, with distillation from the dense model.", show_default=False),
+        float, _repair(metavar="EPOCHS", help="Train afterwards, distilling from the dense model.", show_default=False)
     ] = 0.0
     also: Annotated[
         tuple[str, ...],
@@ -70,9 +69,7 @@ def prune(
     console: Console,
     more: More,
     typed: Typed,
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Without it, the model of the newest scores.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="[that of the newest scores].")] = None,
     distil: Distil = False,
     seed: Seed = 0,
 ) -> None:
@@ -82,7 +79,7 @@ def prune(
     from headprune.planning import check_strategy
     from headprune.planning.strategies import effort_named
 
-    key = key_of("prune", budgets, search, data, loading, writing.place, model, more, distil, seed)
+    key = key_of("prune", budgets, search, data, loading, writing.output, writing.overwrite, model, more, distil, seed)
     if "finetune" in typed and not 0 < more.finetune < float("inf"):
         raise HeadPruneError(f"--finetune {more.finetune:g} is no number of epochs.", "Give 1, or a fraction.")
     search = replace(search, budgets=budgets.parse(), repair=not more.no_repair)
@@ -144,12 +141,10 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
     if scores is not None:
         folder = RunFolder(scores if scores.is_dir() else scores.parent)
         if not scores.exists() or scores not in (folder.path, folder.scores_path):
-            raise HeadPruneError(
-                f"There is no file or folder {scores}."
-                if not scores.exists()
-                else f"{scores} is not a run's scores.json.",
-                "Pass a run folder, or its scores.json.",
+            wrong = (
+                f"{scores} is not a run's scores.json." if scores.exists() else f"There is no file or folder {scores}."
             )
+            raise HeadPruneError(wrong, "Pass a run folder, or its scores.json.")
         folder.read_scores()
         return folder
     newest = newest_scores(output, model)
@@ -214,9 +209,7 @@ def _prune_folder(source: RunFolder | None, output: Path | None, model: str, ove
         if free and (output == source.path or source.command is None or source.left_by(key)):
             return source
         if output == source.path:
-            raise HeadPruneError(
-                f"{source.path} was pruned before.", "Choose another folder with -o, or add --overwrite."
-            )
+            raise HeadPruneError(f"{source.path} was pruned before.", "Choose another with -o, or add --overwrite.")
         output = None
     return choose_folder(output, Path(model.rstrip("/")).name, overwrite, key)
 
@@ -227,10 +220,8 @@ def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
 
     if config.source is None and config.needs_scores:
         scene = workflow.open_to_prune(config, [], console)
-        doing = f"score, then prune and write {folder.path}"
-        tables.print_dry_run(
-            console, scene, config.methods, folder, doing, workflow.cost_of_pruning(scene, config).line
-        )
+        doing, cost = f"score, then prune and write {folder.path}", workflow.cost_of_pruning(scene, config)
+        tables.print_dry_run(console, scene, config.methods, folder, doing, cost.line)
         return
     scores, result = workflow.plan_run(config, console)
     tables.print_plans(console, result.fits, scores)

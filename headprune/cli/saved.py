@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from headprune.app.options import LoadOptions
+from headprune.app.options import LoadOptions, TaskName, Trust
 from headprune.cli.app import command
-from headprune.cli.options import Console, Model, Overwrite, Task, Trust
+from headprune.cli.options import Console, Model, Overwrite, Saved, output_option
 from headprune.errors import HeadPruneError
 
 
@@ -22,9 +22,7 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder
     folder = RunFolder(run)
     folder.settle()
     if not folder.run_path.is_file():
-        raise HeadPruneError(
-            f"{run} is not a run's folder: it has no run.json.", "Pass one that `headprune score` or `prune` wrote."
-        )
+        raise HeadPruneError(f"{run} is not a run's folder: it has no run.json.", "Pass what score or prune wrote.")
     folder.read_run()
     with folder.locked(command_line()):
         room.write(folder)
@@ -43,16 +41,11 @@ def export(
         ),
     ],
     console: Console,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file or folder [beside MODEL, with its name].")
-    ] = None,
+    output: Annotated[Path | None, output_option(help="The file or folder [beside MODEL, with its name].")] = None,
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="What weights are stored in: float32, float16 or bfloat16 (gguf alone) [as in MODEL; onnx: float32]."
-        ),
+        str | None, typer.Option(help="float32, float16 or bfloat16 (gguf alone) [as in MODEL; onnx: float32].")
     ] = None,
-    task: Task = None,
+    task: TaskName = None,
     overwrite: Overwrite = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -70,28 +63,20 @@ def export(
         model, LoadOptions(task, device="cpu", trust_remote_code=trust_remote_code), any_task=True,
         with_processor=chosen.tokenizer or None,
     )  # fmt: skip
-    for note in loaded.notes:
-        console.say(note)
     stored = str(loaded.stored or "float32").removeprefix("torch.")
-    console.say(f"writing {file} and trying it …")
+    console.say(*loaded.notes, f"writing {file} and trying it …")
+    dtype = dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32")
     done = exporting.export(
-        loaded.model,
-        file,
-        to,
-        processor=loaded.processor,
-        dtype=dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32"),
-        name=loaded.name,
-        overwrite=overwrite,
+        loaded.model, file, to, processor=loaded.processor, dtype=dtype, name=loaded.name, overwrite=overwrite
     )
-    for note in done.notes:
-        console.say(note)
+    console.say(*done.notes)
     console.result(f"{done.path}: {done.summary}")
     console.document(done.to_json())
 
 
 @command("`headprune push reports/MODEL-1/pruned-36 me/smaller --private`")
 def push(
-    folder: Annotated[Path, typer.Argument(help="A folder that headprune saved, or a run folder that contains one.")],
+    pruned: Saved,
     repo: Annotated[str, typer.Argument(help="The repository, user/name; it is created if it does not exist.")],
     console: Console,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
@@ -102,7 +87,7 @@ def push(
     from headprune import checkpoint
     from headprune.app.sources import pruned_in
 
-    source = pruned_in(folder)
+    source = pruned_in(pruned)
     if (source / "config.json").is_file():
         checkpoint.load(source, trust_remote_code=trust_remote_code)  # what is damaged should not be what others get
     if dry_run:

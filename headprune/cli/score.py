@@ -37,7 +37,7 @@ def score(
     from headprune.app.folders import claimed, key_of
     from headprune.scoring import DEFAULT_METHODS
 
-    key = key_of("score", data, loading, writing.place, model, method, distil, seed)
+    key = key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
     methods = known_methods(method or DEFAULT_METHODS)
     options = options_of(None, model, data, loading, typed, seed=seed, distil=distil, methods=methods)
     choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
@@ -50,7 +50,6 @@ def score(
         _, scores = workflow.score_run(options, folder, console)
     # The work is done: that nobody reads this to its end (`| head`) does not interrupt it.
     tables.print_scores(console, scores)
-    console.result(
-        f"\nReport: {folder.report_path}\nPage:   {folder.page_path}\nNext:   headprune prune --keep 50% -o {folder.path}"
-    )
+    console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
+    console.result(f"Next:   headprune prune --keep 50% -o {folder.path}")
     console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})

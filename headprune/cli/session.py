@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import signal
@@ -32,9 +31,7 @@ class Manner:
 
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The libraries' messages too, and tracebacks.")] = (
-        False
-    )
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The libraries' messages, and tracebacks.")] = False
 
 
 @contextmanager
@@ -101,22 +98,11 @@ def _say_stopped(error: KeyboardInterrupt, console: Console, ranks: Any) -> int:
     return stopped.status
 
 
-class NullOutput(io.TextIOBase):
-    """The output of a process that is not to be heard, since another one says the same.
+class NullOutput(io.TextIOWrapper):
+    """The output of a process that is not to be heard, since another one says the same."""
 
-    Args:
-        real: Where its output would go.
-    """
-
-    def __init__(self, real: Any) -> None:
-        super().__init__()
-        self.real = real
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        return len(text)
+    def __init__(self) -> None:
+        super().__init__(io.FileIO(os.devnull, "w"), errors="replace")
 
 
 def hush() -> None:
@@ -125,18 +111,16 @@ def hush() -> None:
         return  # so that `headprune --help` does not wait for torch
     from headprune.parallel import place
 
-    try:
+    with suppress(HeadPruneError):  # said by the command
         ranks = place()
-    except HeadPruneError:  # said by the command
-        return
-    if ranks is not None and ranks[0] and not os.environ.get("HEADPRUNE_DEBUG"):
-        sys.stdout, sys.stderr = NullOutput(sys.stdout), NullOutput(sys.stderr)
+        if ranks is not None and ranks[0] and not os.environ.get("HEADPRUNE_DEBUG"):
+            sys.stdout, sys.stderr = NullOutput(), NullOutput()
 
 
 def unhush(ranks: Any) -> None:
     """Let this process print again, if it is the first of those that are left."""
     if isinstance(sys.stderr, NullOutput) and ranks is not None and {*range(ranks.rank)} <= {*ranks.gone}:
-        sys.stderr = sys.stderr.real
+        sys.stderr = Output(sys.__stderr__, results=False)
 
 
 def say_size(console: Console, size: int) -> None:
@@ -178,7 +162,7 @@ def fail(console: Console, error: HeadPruneError) -> None:
     """Say what is wrong: a line on stderr, and the document if one was asked for."""
     line = in_line(f"headprune: {error}")
     typer.echo(line, err=True)
-    if not console.as_json and getattr(sys.stderr, "lost", False):  # `Patient`: on stdout for who sees only that
+    if not console.as_json and getattr(sys.stderr, "lost", False):  # `Output`: on stdout for who sees only that
         with suppress(OSError):
             typer.echo(line)
     with suppress(OSError, HeadPruneError):  # stdout may be what is full, or closed
@@ -234,18 +218,20 @@ class Signals:
             raise Stopped(128 + number)
 
 
-class Patient:
-    """An output whose failures stop no work: what is said beside the results is worth less than they are.
+class Output:
+    """An output that says of itself what it does not take, and not of the disk that the results are on.
 
-    A closed pipe still stops it, as it stops other programs.
+    A closed pipe stops the command, as it stops other programs (`| head`).
+
+    Args:
+        results: Whether they go there. What is said beside them is worth less than they are: its failures stop no work.
 
     Attributes:
         lost: Whether something could not be written.
     """
 
-    def __init__(self, real: Any) -> None:
-        self._real = real
-        self.lost = False
+    def __init__(self, real: Any, results: bool) -> None:
+        self._real, self._results, self.lost = real, results, False
 
     def write(self, text: str) -> int:
         return int(self._try(lambda: self._real.write(text)) or 0)
@@ -256,9 +242,14 @@ class Patient:
     def _try(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise
+            if self._results:
+                raise HeadPruneError(
+                    f"What this command prints could not be written to stdout: {error.strerror or error}.",
+                    "Send it elsewhere; files that the command writes are complete.",
+                ) from error
             self.lost = True
             return None
 
@@ -267,7 +258,7 @@ class Patient:
 
 
 def run(app: Callable[[], Any]) -> None:
-    """Run the application to its end.
+    """Run the application to its end; of several processes, only the first one is heard.
 
     Raises:
         SystemExit: Always, with the exit status.
@@ -275,17 +266,19 @@ def run(app: Callable[[], Any]) -> None:
     signals = Signals()
     signals.listen()
     if sys.stderr is not None:
-        sys.stderr = Patient(sys.stderr)
+        sys.stderr = Output(sys.stderr, results=False)
     if hasattr(sys.stdout, "reconfigure"):  # a locale without ±, or Windows' code page behind a pipe
         sys.stdout.reconfigure(errors="replace")
+        sys.stdout = Output(sys.stdout, results=True)
     status: Any = 0
     try:
+        hush()
         app()
     except SystemExit as ended:
         status = ended.code
     except KeyboardInterrupt:
         status = Stopped().status
-    except OSError as error:
+    except (HeadPruneError, OSError) as error:
         status = _say_unwritable(error)
     if status == Stopped().status and signals.got is not None:
         status = 128 + signals.got  # the library that parses commands takes every signal for Ctrl-C
@@ -294,11 +287,11 @@ def run(app: Callable[[], Any]) -> None:
 
 def _close(status: Any) -> Any:
     """The exit status, once both outputs have taken all; what they do not take is dropped, so that Python says nothing of it."""
-    for number, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             if stream is not None:
                 stream.flush()
-        except (OSError, ValueError) as error:
+        except (HeadPruneError, OSError, ValueError) as error:
             if number == 1 and not status:
                 status = _say_unwritable(error)
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
@@ -308,6 +301,5 @@ def _close(status: Any) -> Any:
 def _say_unwritable(error: Exception) -> int:
     """Say that stdout took nothing, unless whoever read it has enough (`| head`); the exit status."""
     if not isinstance(error, BrokenPipeError) and sys.stderr is not None:
-        why = getattr(error, "strerror", None) or error
-        print(f"headprune: What this command prints could not be written to stdout: {why}.", file=sys.stderr)
+        print(f"headprune: {error}", file=sys.stderr)
     return 1

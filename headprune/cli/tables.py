@@ -123,9 +123,8 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
     verdict = judge(metrics)
     checkpoint = shlex.quote(str(folder.path / verdict.budget.checkpoint))
     ready = verdict.recommended or verdict.budget.finetune
-    console.result(
-        f"Next:   headprune {f'push {checkpoint} USER/NAME --dry-run' if ready else f'finetune {checkpoint}'}"
-    )
+    following = f"push {checkpoint} USER/NAME --dry-run" if ready else f"finetune {checkpoint}"
+    console.result(f"Next:   headprune {following}")
     print_document(console, folder)
 
 

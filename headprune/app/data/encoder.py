@@ -60,12 +60,7 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        encoding: Encoding,
-        options: DataOptions,
-        loaded: LoadedModel,
-        splits: Mapping[str, Any],
-        labelled: bool = True,
+        self, encoding: Encoding, options: DataOptions, loaded: LoadedModel, splits: Mapping[str, Any], labelled: bool
     ) -> None:
         self.encoding, self.options, self.splits, self.labelled = encoding, options, splits, labelled
         self.model, self.config, self.processor = loaded.model, loaded.config, loaded.processor
@@ -154,7 +149,7 @@ class Encoder:
         texts = self.inputs(row)
         if any(not isinstance(text, str) for text in texts):
             raise self.holds_no("text", "Name another with --text-column.")
-        return dict(self.truncate(partial(self.processor, *texts)))
+        return dict(self.truncate(*texts))
 
     def labels(self, row: Row, make: Callable[[Any], Any]) -> Feature:
         """``{"labels": …}`` for a model; {} for a row without a usable label, where labels are not required."""
@@ -183,13 +178,17 @@ class Encoder:
         why = "the most that the model takes" if self.max_length >= self._most_tokens else "--max-length says where"
         return f"Texts of more than {self.max_length} tokens were cut there ({why})"
 
-    def truncate(self, encode: Callable[..., Any], limit: int | None = None, how: str | bool = True) -> Any:
+    def truncate(
+        self, *texts: Any, tokenizer: Any = None, limit: int | None = None, how: str | bool = True, **options: Any
+    ) -> Any:
         """A tokenizer's encoding of an example, cut at ``limit`` tokens (default `max_length`); sets `cut` if it was longer.
 
         Args:
-            encode: The tokenizer with its texts, ready to be called with ``truncation`` and ``max_length``.
+            tokenizer: The processor by default.
             how: Its ``truncation``.
+            options: Its further arguments.
         """
+        encode = partial(tokenizer or self.processor, *texts, **options)
         most = limit or self.max_length
         coded = encode(truncation=how, max_length=most)
         # The whole text is encoded only where that may matter: it takes the same time again.

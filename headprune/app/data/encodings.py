@@ -6,7 +6,6 @@ A new task is a line in `ENCODINGS`, beside its entry in `headprune.app.options.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ def encode_words(encoder: Encoder, row: Row, _: int) -> Feature | str:
     (words,) = encoder.inputs(row)
     if not words:
         return "empty"
-    coded = encoder.truncate(partial(encoder.processor, words, is_split_into_words=True))
+    coded = encoder.truncate(words, is_split_into_words=True)
     owners = coded.word_ids()
 
     def targets(tags: Any) -> list[int | float]:
@@ -67,10 +66,7 @@ def encode_words(encoder: Encoder, row: Row, _: int) -> Feature | str:
             many = len(tags) if isinstance(tags, list) else "no"
             raise HeadPruneError(f"{len(words)} words, but {many} labels.", "Check the two columns.")
         pairs = zip(owners, [None, *owners], strict=False)
-        return [
-            IGNORED if word is None or word == previous else encoder.classes.number(tags[word])
-            for word, previous in pairs
-        ]
+        return [IGNORED if word in (None, last) else encoder.classes.number(tags[word]) for word, last in pairs]
 
     return {**coded, **encoder.labels(row, targets)}
 
@@ -81,9 +77,7 @@ def encode_question(encoder: Encoder, row: Row, _: int) -> Feature | str:
     if encoder.label is not None and not (answers and answers["text"]):
         return "without an answer"
     question, context = encoder.inputs(row)
-    coded = encoder.truncate(
-        partial(encoder.processor, question, context, return_offsets_mapping=True), how="only_second"
-    )
+    coded = encoder.truncate(question, context, how="only_second", return_offsets_mapping=True)
     offsets, sequence = coded.pop("offset_mapping"), coded.sequence_ids()
     if answers is None:
         return dict(coded)
@@ -99,7 +93,7 @@ def encode_question(encoder: Encoder, row: Row, _: int) -> Feature | str:
 
 def encode_pair(encoder: Encoder, row: Row, _: int) -> Feature:
     """A text, and the text that is made of it."""
-    target = encoder.truncate(partial(encoder.processor, text_target=str(row[encoder.columns["target"]])))
+    target = encoder.truncate(text_target=str(row[encoder.columns["target"]]))
     return {**encoder.tokens(row), "labels": list(target["input_ids"])}
 
 
@@ -132,8 +126,7 @@ def encode_causal(encoder: Encoder, row: Row, _: int) -> Feature | str:
     value, *more = encoder.inputs(row)
     if not more and _is_chat(value):
         # The template writes the special tokens: the tokenizer's own would come twice.
-        text = partial(encoder.processor, _write_chat(encoder, value), add_special_tokens=False)
-        coded = dict(encoder.truncate(text))
+        coded = dict(encoder.truncate(_write_chat(encoder, value), add_special_tokens=False))
     else:
         coded = encoder.tokens(row)
     if len(coded["input_ids"]) < 2:
@@ -195,9 +188,8 @@ def prepare_causal(encoder: Encoder) -> str:
 def _sees_ahead(model: nn.Module, ids: Tensor) -> bool:
     """Whether logits depend on tokens behind their own: by another last token of a text ``[1, tokens]``."""
     other = torch.cat([ids[:, :-1], ids[:, -1:] ^ 1], dim=1)
-    before, after = (
-        logits_in(call(model, {"input_ids": t, "attention_mask": torch.ones_like(t)})) for t in (ids, other)
-    )
+    mask = torch.ones_like(ids)
+    before, after = (logits_in(call(model, {"input_ids": t, "attention_mask": mask})) for t in (ids, other))
     if before is None or after is None or before.ndim != 3 or before.shape[1] < ids.shape[1]:
         return False
     most = 1e-5 if before.dtype in (torch.float32, torch.float64) else 1e-3
@@ -230,7 +222,8 @@ def encode_speech(encoder: Encoder, row: Row, _: int) -> Feature:
     extractor, tokenizer = encoder.processor.feature_extractor, encoder.processor.tokenizer
     coded = extractor(_samples(encoder, row), sampling_rate=extractor.sampling_rate, return_tensors="pt")
     text = str(row[encoder.columns["transcript"]])
-    labels = list(encoder.truncate(partial(tokenizer, text), encoder.options.max_length or 448)["input_ids"])
+    most = encoder.options.max_length or 448
+    labels = list(encoder.truncate(text, tokenizer=tokenizer, limit=most)["input_ids"])
     if labels[:1] == [encoder.config.decoder_start_token_id]:
         labels = labels[1:]  # the model puts it there itself when it shifts the labels
     return {"input_features": coded["input_features"][0], "labels": labels}

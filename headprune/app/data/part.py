@@ -75,14 +75,11 @@ class Part:
         return self.collate([self.features[i] for i in order[middle : middle + count]])
 
     @cached_property
-    def _content(self) -> str:
+    def content_hash(self) -> str:
+        """A hash of every example, labels included."""
         if isinstance(self.features, OnDemand):
             return content_hash(self.features.hashes)
         return content_hash([content_hash(feature) for feature in self.features])
-
-    def content_hash(self) -> str:
-        """A hash of every example, labels included."""
-        return self._content
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,9 @@ def shuffle(count: int, seed: int) -> list[int]:
 
 def hidden_labels(data: Any) -> bool:
     """Whether every label is -1, as in the test splits of GLUE."""
-    if "label" not in data.column_names:
-        return False
-    try:
-        return all(label == -1 for label in data[: min(50, len(data))]["label"])
-    except UnicodeDecodeError:  # a text that is none; its row is named when it is read
-        return False
+    with suppress(UnicodeDecodeError):  # a text that is none; its row is named when it is read
+        return "label" in data.column_names and all(label == -1 for label in data[: min(50, len(data))]["label"])
+    return False
 
 
 def load_parts(options: DataOptions, loaded: LoadedModel, labelled: bool = True) -> DataParts:
@@ -137,7 +135,7 @@ def load_train(
         HeadPruneError: No such dataset or column, nothing left to train on.
     """
     splits, split = read_splits(options.dataset, options.subset), parts.score.split
-    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits)
+    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled=True)
     held_out = (parts.choose, parts.report)
     used = {row for part in held_out if part.split == split for row in part.rows}
     seen = {key for part in (*held_out, *parts.also) for key in part.inputs}
@@ -188,7 +186,7 @@ def _also(
         given = getattr(options, flag)
         columns[flag] = given if given and all(column.strip() in there for column in given.split(",")) else None
     options = replace(options, dataset=dataset, subset=None, **columns)
-    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits)
+    encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled=True)
     rows, seen = shuffle(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}
     part = _encode(encoder, name, split, rows, seen, options.report_limit)
     return part, [*_notes_on(encoder, part), *filter(None, [encoder.classes.note])]
@@ -237,7 +235,12 @@ def _encode(
     size = encoder.options.batch_size
     part = Part(name, split, kept, examples, encoder.collate, size, tuple(inputs), shortened, dict(left_out))
     if not kept:
-        raise _nothing_left(encoder, part)
+        cut = f" {encoder.cut_note}." if encoder.cut else ""
+        raise HeadPruneError(
+            f"No example of {place(encoder.options.dataset, split)} is left {part.purpose} on: "
+            f"{part.reasons or 'there are too few rows'}.{cut}",
+            "Use more data without duplicates, another split or columns, or a smaller --limit and --report-limit.",
+        )
     return part
 
 
@@ -253,16 +256,6 @@ def _feature(encoder: Encoder, split: str, row: int) -> dict[str, Any] | str:
             f"{where} cannot be read: {type(error).__name__}: {first_line(error)}.",
             "Check this row, --text-column, --label-column and --max-length.",
         ) from error
-
-
-def _nothing_left(encoder: Encoder, part: Part) -> HeadPruneError:
-    """The error for a part without an example."""
-    cut = f" {encoder.cut_note}." if encoder.cut else ""
-    return HeadPruneError(
-        f"No example of {place(encoder.options.dataset, part.split)} is left {part.purpose} on: "
-        f"{part.reasons or 'there are too few rows'}.{cut}",
-        "Use more data without duplicates, another split or columns, or a smaller --limit and --report-limit.",
-    )
 
 
 def _notes_on(encoder: Encoder, *parts: Part) -> list[str]:

@@ -55,7 +55,7 @@ class Examples:
     def of(cls, part: Part) -> Examples:
         # Token ids are the same everywhere; pixels and sounds may differ in their last digit between machines.
         is_text = not isinstance(part.features, OnDemand) and "input_ids" in part.features[0]
-        content = part.content_hash() if is_text else None
+        content = part.content_hash if is_text else None
         return cls(part.split, len(part), content_hash(part.rows), content, part.shortened)
 
     def same(self, other: Examples) -> bool:

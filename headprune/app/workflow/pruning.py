@@ -167,8 +167,7 @@ def open_to_prune(config: PruneConfig, scores: Sequence[HeadScores], console: Co
         console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
     search.check_search(config, scene)
     if config.source is not None:
-        for note in check_same(scene, scores, config.source):
-            console.say(note)
+        console.say(*check_same(scene, scores, config.source))
     return scene
 
 
@@ -193,7 +192,7 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
     if source is None:
         scores, seconds_scoring = score_all(scene, methods, folder, console)
     # What is only measured there changes no other result, but nothing may be trained on it.
-    also = [part.content_hash() for part in scene.parts.also]
+    also = [part.content_hash for part in scene.parts.also]
     candidates = config.candidates(scores)
     facts = [config.facts(), [s.method for s in candidates], [s.to_json() for s in scores]]
     facts += also if config.finetune else []
@@ -207,8 +206,7 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
     result = _search(context, candidates, environment)
     controls = search.random_orders(scene, config, result.fits)
-    for note in dict.fromkeys(note for fit in result.fits for note in fit.plan.notes):
-        console.say(note)
+    console.say(*dict.fromkeys(note for fit in result.fits for note in fit.plan.notes))
     curve = search.trade_off(
         search.curves(config, result, context.trials), controls, result.fits, context.trials, console
     )

@@ -81,7 +81,7 @@ class PruneContext:
                     return self.trials.masked(what, list(part.batches()))
 
         # The second datasets are not in the key of the run's store.
-        return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash()}", make)
+        return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash}", make)
 
 
 def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> tuple[documents.BudgetResult, nn.Module]:
@@ -217,8 +217,7 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
     scene, console = context.scene, context.console
     before = evaluate(pruned, scene.parts.report.batches())
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
-    for note in notes:
-        console.say(note)
+    console.say(*notes)
     options = FinetuneOptions(epochs=context.config.finetune, seed=scene.options.seed)
     with console.track("fine-tuning") as progress:
         model, training = finetune(

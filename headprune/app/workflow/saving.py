@@ -19,7 +19,7 @@ from headprune import checkpoint
 from headprune.app import report
 from headprune.app.folders import Folder
 from headprune.app.runs import PARTS, RunFolder
-from headprune.app.sources import narrow, stored_size, widen
+from headprune.app.sources import narrow, placing_of, stored_size, widen
 from headprune.app.workflow.scene import Scene
 from headprune.errors import HeadPruneError, PruneError, first_line, is_of_the_disk
 from headprune.fingerprint import versions
@@ -73,8 +73,7 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, **about: 
 
 def load(scene: Scene, path: Path) -> nn.Module:
     """A saved model, for the run to measure."""
-    placing = scene.options.loading.placing()
-    places = {"device": model_device(scene.model)} if placing is None else placing
+    places = placing_of(scene.options.loading) or {"device": model_device(scene.model)}
     trusted = scene.options.loading.trust_remote_code  # what is in the folder came with the dense model
     model = checkpoint.load(path, **places, as_saved=True, trust_remote_code=trusted)
     if scene.loaded.stored is not None:

@@ -96,10 +96,9 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
     unused = sum(sum(p.left_out.values()) for p in (parts.score, parts.choose, parts.report))
     console.say(f"Data: {sizes}{f'; {unused} rows left out' if unused else ''}. Columns: {columns}.")
     parts.notes.extend(loaded.notes)
-    for note in parts.notes:
-        console.say(note)
+    console.say(*parts.notes)
     current().agree("a model", lambda: fingerprint(loaded.model))
-    current().agree("examples", lambda: [part.content_hash() for part in (parts.score, parts.choose, parts.report)])
+    current().agree("examples", lambda: [part.content_hash for part in (parts.score, parts.choose, parts.report)])
     return Scene(options, loaded, parts, find_attention(loaded.model, next(parts.score.batches(2))))
 
 
