@@ -67,8 +67,7 @@ def by_layer(scores: Tensor) -> Tensor:
     return scores / scores.norm(dim=1, keepdim=True)
 
 
-@pytest.mark.parametrize("seed", [0, 5])
-@pytest.mark.parametrize("keep", [1, 2, 4, 5])
+@pytest.mark.parametrize(("keep", "seed"), [(1, 0), (2, 5), (4, 0), (5, 5)])
 def test_rankings_are_those_of_the_definitions(keep, seed, monkeypatch):
     monkeypatch.setattr(baselines, "KWON_BATCH", 4)
     model, batches, layers = bert()
@@ -108,7 +107,7 @@ def greedy(vectors: Tensor, count: int) -> list[int]:
     return sorted(gone)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(0, 20, 3))
 def test_rearrangement_is_greedy_and_never_costs_more(seed):
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(12, 1 + seed, generator=generator, dtype=torch.float64)

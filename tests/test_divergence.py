@@ -55,20 +55,6 @@ def test_a_class_that_the_dense_model_rules_out_weighs_nothing() -> None:
     assert float(Divergence(Fixed(), 0).between(known, now, {})) == pytest.approx(float(rel_entr(p, q).sum()), rel=1e-6)
 
 
-def test_labels_that_are_drawn_depend_on_nothing_but_the_example() -> None:
-    """Alone, in a batch, or with more padding: the same draws for the example of a number."""
-    made = {
-        "logits": logits(4, 6, 5, seed=1),
-        "attention_mask": torch.tensor([[1] * n + [0] * (6 - n) for n in (6, 2, 4, 1)]),
-    }
-    divergence = Divergence(Fixed(), seed=3)
-    whole = divergence.with_answers(made, 7)[DRAWN]
-    for i, n in enumerate((6, 2, 4, 1)):
-        alone: dict[str, Any] = {k: v[i : i + 1, :n] for k, v in made.items()}
-        assert torch.equal(divergence.with_answers(alone, 7 + i)[DRAWN][0], whole[i, :n])
-    assert not torch.equal(Divergence(Fixed(), seed=4).with_answers(made, 7)[DRAWN], whole)
-
-
 def test_labels_are_drawn_as_often_as_the_dense_model_says() -> None:
     one = torch.tensor([0.6, 0.3, 0.1]).log()
     drawn = Divergence(Fixed(), seed=0).with_answers({"logits": one.expand(4000, 3)}, 0)[DRAWN]

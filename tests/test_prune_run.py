@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tf
 
-from tests.support.commands import run
+from tests.support.commands import PRUNE, run
 from tests.support.folders import WORDS, common, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 
@@ -92,26 +92,7 @@ def test_longer_inputs_are_longer_and_guessing_is_known(
         chosen = Random(seed)
         rows = [{"text": " ".join(chosen.choices(WORDS, k=words)), "label": label} for label in [0, 1, 1] * 4]
         write_jsonl(here / "data" / f"{split}.jsonl", rows)
-    run(
-        *[
-            "prune",
-            "model",
-            "-d",
-            "data",
-            "-k",
-            "3",
-            "-s",
-            "one-shot",
-            "-m",
-            "weight-norm",
-            "--no-repair",
-            "-b",
-            "4",
-            "-o",
-            "run",
-            "-q",
-        ]
-    )
+    run(*PRUNE, 3, "model", "-d", "data", "-m", "weight-norm", "--no-repair", "-b", 4, "-o", "run")
     metrics = metrics_of(here / "run")
     timed = [(row["batch"], row["length"]) for row in metrics["latency"]["rows"]]
     assert timed == [(size, length) for length in lengths for size in (1, 4)]

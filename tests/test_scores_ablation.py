@@ -14,24 +14,6 @@ from tests.support.families import built
 from tests.support.problems import per_example_loss, scaled, split
 from tests.support.zoo import ZOO, bert, gpt2, labelled, randomise, text
 
-TEXT = ["bert", "gpt2", "llama", "vit", "t5"]
-
-
-@pytest.mark.parametrize("name", [n for n in ZOO if n not in ("mha", "torch_transformer")])
-def test_replay_gives_the_plain_loops_numbers(name: str) -> None:
-    model, example = ZOO[name]()
-    batches = split(labelled(model, example), 2)
-    layers = hp.find_attention(model, example)
-    scores = hp.score(model, batches, "ablation", layers=layers)
-    assert scores.details["replayed"] == "every layer"
-    dense = hp.evaluate(model, batches).loss
-    expected = []
-    for layer in layers:
-        for head in range(layer.num_heads):
-            with hp.mask(model, {layer.name: [head]}, layers=layers):
-                expected.append(float((hp.evaluate(model, batches).loss - dense).mean()))
-    assert (scores.flat() - torch.tensor(expected)).abs().max() < 1e-5
-
 
 @pytest.mark.parametrize(
     "name", ["albert", "mixtral", "swin", "xlnet", "zamba2", "longformer", "gemma3_text", "bitnet"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support.problems import duplicated, scaled, small, without
+from tests.support.problems import small, without
 
 
 def score(method: str, model: nn.Module, batches: list[dict[str, Tensor]], **more: Any) -> hp.HeadScores:
@@ -30,18 +30,6 @@ def test_the_values_sum_to_what_all_heads_are_worth(method: str) -> None:
         assert s.details["gap"] < 1e-6
     else:
         assert s.details["pairs"] == max(3, int(method.partition("=")[2]) // 6 * 3)
-
-
-@pytest.mark.parametrize("method", ["integrated-gradients", "shapley"])
-def test_dead_and_duplicate_heads(method: str) -> None:
-    model, batches = small()
-    model = scaled(duplicated(model), hp.find_attention(model, batches[0])[1], 2, 0.0)
-    s = score(method, model, batches)
-    values, error = s.flat(), s.flat_stderr()
-    assert values.abs().argmin() == 5
-    assert values[5].abs() < 1e-12
-    close = 4 * float(error[0] + error[1]) if method == "shapley" else 1e-9
-    assert float((values[0] - values[1]).abs()) < close
 
 
 @pytest.mark.parametrize("method", ["integrated-gradients", "shapley:permutations=12"])

@@ -8,8 +8,7 @@ from tests.support.problems import planted
 DEAD, STRONG = [1, 4, 6], [0, 5]
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("keep", [None, 5, 3])
+@pytest.mark.parametrize(("keep", "seed"), [(None, 0), (5, 1), (3, 2)])
 @pytest.mark.parametrize("method", ["l0", "dsp"])
 def test_planted_heads(method: str, keep: int | None, seed: int) -> None:
     """Heads that give nothing rank below all others, and those that give much are among the kept."""

@@ -25,15 +25,11 @@ import headprune as hp
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, Normed, noise
 from tests.support.plans import any_constraints, check_nested, check_plan, gone
-from tests.support.problems import small
+from tests.support.problems import small, unlabelled
 from tests.support.zoo import labelled, randomise, sizes, text
 
 LOOKING = ["re-scored", "compensated", "greedy"]
 Batches = list[dict[str, Tensor]]
-
-
-def unlabelled(batches: Batches) -> Batches:
-    return [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
 
 
 def grouped(heads: int, kv: int, layers: int, **more: Any) -> tuple[nn.Module, Batches]:
