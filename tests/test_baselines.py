@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support import zoo
+from tests.support.cases import without
 from tests.support.checks import hooks
 from tests.support.problems import small
 from tests.support.zoo import labelled
@@ -124,18 +125,6 @@ def test_rearrangement_is_greedy_and_never_costs_more(seed):
 
 
 # -- Kwon's rescaling --------------------------------------------------------------------------
-
-
-def without(model: nn.Module, layers, drop: dict[str, list[int]]) -> nn.Module:
-    """A copy whose W_O has zeros in the dropped heads' columns."""
-    copied, _ = small(HEADS)
-    copied.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        for layer in layers:
-            for head in drop.get(layer.name, ()):
-                dense = copied.get_submodule(layer.output_projection.module)
-                dense.weight[:, WIDTH * head : WIDTH * head + WIDTH] = 0
-    return copied
 
 
 def inside(model: nn.Module, batch: dict[str, Tensor], block: int) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def fewest(losses: list[float], amount: float, metric: str = "accuracy") -> tupl
     return budget.fit(order_of([1] * len(losses)), SimpleNamespace(change=change)), looked
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=60), st.floats(0, 1), st.floats(0, 1))
 def test_a_larger_drop_never_keeps_more(losses: list[float], one: float, other: float) -> None:
     """However noisy the curve is; and the budget holds at every plan that was looked at on the way."""

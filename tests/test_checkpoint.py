@@ -480,7 +480,7 @@ def test_a_stock_folder_keeps_half_precision(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def half_bert(bert_folder: Path, here: Path) -> Path:
+def half_bert(bert_folder: Path, here: Path, brief: None) -> Path:
     tf.BertForSequenceClassification.from_pretrained(bert_folder, dtype=torch.bfloat16).save_pretrained(here / "dense")
     tokenizer().save_pretrained(here / "dense")
     return here / "dense"

@@ -17,6 +17,7 @@ from tests.support.commands import PRUNE, run
 from tests.support.documents import opened
 from tests.support.folders import sentences
 
+pytestmark = pytest.mark.usefixtures("brief")
 ROOT = Path(__file__).parent.parent
 SCORED = {"scores.json", "run.json", "report.md", "report.html", "heads.json", "heads.png", "importance.png"}
 
@@ -32,7 +33,7 @@ def pruned_once(tmp_path_factory: pytest.TempPathFactory, scored_once: Path) -> 
     shutil.copytree(scored_once, folder, dirs_exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        run(*PRUNE, 4)
+        run(*PRUNE, 4, "--no-repair")
     return folder
 
 
@@ -78,12 +79,12 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
 
 def test_a_pruned_run_is_not_overwritten(pruned: Path) -> None:
     first = (pruned / "metrics.json").read_text()
-    run(*PRUNE, 2)  # goes to the next free folder
+    run(*PRUNE, 2, "--no-repair")  # goes to the next free folder
     assert (pruned / "metrics.json").read_text() == first
     assert (pruned.parent / "tiny-bert-2" / "pruned-2").is_dir()
     result = run(*PRUNE, 2, "-o", pruned, code=1)
     assert "was pruned before" in result.stderr
-    run(*PRUNE, 2, "-o", pruned, "--overwrite")
+    run(*PRUNE, 2, "--no-repair", "-o", pruned, "--overwrite")
     assert metrics_of(pruned)["budgets"][0]["kept"] == 2
 
 
@@ -108,9 +109,9 @@ def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Pa
 
 
 def test_a_saved_folder_is_a_model(scored: Path, here: Path, data_folder: Path) -> None:
-    run(*PRUNE, 5)
+    run(*PRUNE, 5, "--no-repair")
     run("score", scored / "pruned-5", "-d", data_folder, "-L", 20, "-m", "gradient", "-o", here / "again", "-q")
-    run(*PRUNE, 3, "-o", here / "again")
+    run(*PRUNE, 3, "--no-repair", "-o", here / "again")
     hp.load(here / "again" / "pruned-3")
     models = (scored / "pruned-5", here / "again" / "pruned-3")
     rows = json.loads(run("bench", *models, "--batch-sizes", 1, "--lengths", 8, "--json", "-q").stdout)

@@ -12,6 +12,8 @@ import transformers
 import headprune as hp
 from tests.support.commands import PRUNE, run
 
+pytestmark = pytest.mark.usefixtures("brief")
+
 
 def parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
@@ -98,12 +100,12 @@ def test_uniform_plans_are_uniform(here: Path, llama_folder: Path, data_folder: 
 
 def test_a_plan_edited_by_hand(scored: Path, bert_folder: Path, data_folder: Path, here: Path) -> None:
     """What `prune` writes can be edited and applied, on a model that was never scored too."""
-    run(*PRUNE, 4)
+    run(*PRUNE, 4, "--no-repair")
     document = json.loads((scored / "plan.json").read_text())
     document["drop"] = {"L0": [1], "bert.encoder.layer.1.attention.self": [3, 0]}
     (here / "mine.json").write_text(json.dumps(document))
     assert "keeps 5 of 8. Asked: plan mine.json." in run("prune", "--plan", "mine.json", "--dry-run").stdout
-    run("prune", bert_folder, "-d", data_folder, "-L", 20, "--plan", "mine.json", "-o", "own", "-q")
+    run("prune", bert_folder, "-d", data_folder, "-L", 20, "--plan", "mine.json", "--no-repair", "-o", "own", "-q")
     names = {p.name for p in (here / "own").iterdir()}
     assert "pruned-5" in names
     assert not names & {"scores.json", "importance.png"}
@@ -116,7 +118,9 @@ def test_a_plan_edited_by_hand(scored: Path, bert_folder: Path, data_folder: Pat
     assert "## Importance" not in text
     model = hp.load(here / "own" / "pruned-5")
     assert [layer.attention.self.query.out_features for layer in model.bert.encoder.layer] == [24, 16]
-    run("prune", "--plan", "mine.json", "--scores", scored, "-o", "with-scores", "-q")  # that run's model and data
+    run(
+        "prune", "--plan", "mine.json", "--no-repair", "--scores", scored, "-o", "with-scores", "-q"
+    )  # that run's model and data
     assert "## Importance" in (here / "with-scores" / "report.md").read_text()
     assert hp.PruningPlan.load(here / "with-scores" / "plan.json").drop == budget_of(here / "own")["drop"]
 

@@ -15,12 +15,9 @@ MOST = 12
 
 
 def test_few_frames_lie_between_prune_and_the_solver(
-    bert_folder: Path,
-    data_folder: Path,
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    bert_folder: Path, data_folder: Path, here: Path, brief: None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     chains: set[tuple[str, ...]] = set()
     solve = torch.linalg.solve
 

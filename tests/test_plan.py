@@ -79,7 +79,7 @@ def by_hand(scores: hp.HeadScores, keep: int, protect: Sequence[str], min_heads_
     return max(results, default=None)
 
 
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(st.data())
 def test_one_shot_keeps_as_much_score_as_a_plan_by_hand(data: st.DataObject) -> None:
     """By groups or by slices, whichever keeps more; refused where neither reaches the budget."""

@@ -16,6 +16,7 @@ from tests.support.commands import PRUNE, run
 from tests.support.folders import WORDS, common, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 
+pytestmark = pytest.mark.usefixtures("brief")
 LINE = r"Roughly .*: ([\d,]+) forward passes over 40 examples"
 
 
@@ -50,9 +51,7 @@ def test_what_cannot_be_told_stops_nothing(
     assert "could not be told (RuntimeError: no" in " ".join(said.split())
 
 
-def test_orders_are_compared_and_the_used_one_is_drawn(
-    bert_folder: Path, data_folder: Path, here: Path, brief: None
-) -> None:
+def test_orders_are_compared_and_the_used_one_is_drawn(bert_folder: Path, data_folder: Path, here: Path) -> None:
     """The order is used whose plans stay nearest to the dense model. Of auto's own orders one is drawn; the control where it was asked for."""
     given = [bert_folder, "-d", data_folder, "-L", 40, "-m", "gradient", "-k", 6, "-k", 4, "--no-repair", "-o", "run"]
     assert passes("prune", *given) > 3
@@ -78,9 +77,7 @@ def test_orders_are_compared_and_the_used_one_is_drawn(
 
 
 @pytest.mark.parametrize(("words", "lengths"), [(7, [9, 36]), (14, [16, 30]), (28, [30])])
-def test_longer_inputs_are_longer_and_guessing_is_known(
-    words: int, lengths: list[int], here: Path, brief: None
-) -> None:
+def test_longer_inputs_are_longer_and_guessing_is_known(words: int, lengths: list[int], here: Path) -> None:
     """Texts that fill the model were timed at all its positions, and again at two fewer, as if that were four times as long.
 
     Without the accuracy of always giving the most frequent label, a model that does so was recommended with fewer heads.
