@@ -1,9 +1,10 @@
-"""What a run of `prune` says before, compares, draws and times: by the command line."""
+"""What a run of `prune` says before, compares, draws and times; and how deep a reader must go: by the command line."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import transformers as tf
 
+import headprune as hp
 from tests.support.commands import PRUNE, run
 from tests.support.folders import WORDS, common, tokenizer, write_jsonl
 from tests.support.zoo import randomise
@@ -94,3 +96,37 @@ def test_longer_inputs_are_longer_and_guessing_is_known(words: int, lengths: lis
     timed = [(row["batch"], row["length"]) for row in metrics["latency"]["rows"]]
     assert timed == [(size, length) for length in lengths for size in (1, 4)]
     assert metrics["dense"]["guessing"] == pytest.approx(2 / 3)
+
+
+HOUSE = str(Path(hp.__file__).parent)
+MOST = 12
+
+
+def test_few_frames_lie_between_prune_and_the_solver(
+    bert_folder: Path, data_folder: Path, here: Path, brief: None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    chains: set[tuple[str, ...]] = set()
+    solve = torch.linalg.solve
+
+    def counting(*arguments: Any, **more: Any) -> Any:
+        names, frame = [], sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if (
+                code.co_filename.startswith(HOUSE) and code.co_name[0] != "<"
+            ):  # comprehensions are part of their function
+                names.append(f"{Path(code.co_filename).stem}.{code.co_name}")
+            if code.co_name == "prune" and "cli" in code.co_filename:
+                chains.add(tuple(reversed(names)))
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        return solve(*arguments, **more)
+
+    monkeypatch.setattr(torch.linalg, "solve", counting)
+    run("prune", bert_folder, "-d", data_folder, "-L", 20, "--keep", 4, "-s", "one-shot", "-m", "gradient", "-q")
+    shortest, longest = (pick(chains, key=len) for pick in (min, max))
+    with capsys.disabled():
+        for chain in (shortest, longest):
+            print(f"\n{len(chain)} frames: {' → '.join(chain)}")
+    assert len(shortest) <= MOST

@@ -1,4 +1,6 @@
-"""Heads that were made useless, harmful or equal are found; and scoring under the conditions that models come in."""
+"""Heads that were made useless, harmful or equal are found, by gates that are learned too; and scoring under the conditions that models come in."""
+
+from __future__ import annotations
 
 import copy
 
@@ -7,7 +9,7 @@ import torch
 from torch import nn
 
 import headprune as hp
-from tests.support.problems import duplicated, quick, scaled
+from tests.support.problems import duplicated, planted, quick, scaled
 from tests.support.zoo import ZOO, bert, labelled, llama, text
 
 SIGNED = ["ablation", "mean-ablation", "integrated-gradients", "shapley"]
@@ -95,3 +97,35 @@ def test_a_single_example_has_no_standard_error_and_says_so() -> None:
         s = hp.score(model, [batch], name)
         assert s.flat_stderr().isnan().all()
         assert "single example" in s.details["stderr"]
+
+
+DEAD, STRONG = [1, 4, 6], [0, 5]
+
+
+@pytest.mark.parametrize(("keep", "seed"), [(None, 0), (5, 1), (3, 2)])
+@pytest.mark.parametrize("method", ["l0", "dsp"])
+def test_planted_heads(method: str, keep: int | None, seed: int) -> None:
+    """Heads that give nothing rank below all others, and those that give much are among the kept."""
+    model, batches, loss_fn = planted(DEAD, STRONG)
+    s = hp.score(model, batches, f"{method}:keep={keep}" if keep else method, loss_fn=loss_fn, seed=seed)
+    order = s.flat().argsort().tolist()
+    assert set(order[:3]) == set(DEAD)
+    assert set(STRONG) <= set(order[-(keep or 4) :])
+    assert s.flat_stderr().isnan().all()
+    assert "one training run" in s.details["stderr"]
+
+
+@pytest.mark.parametrize("keep", [None, 1, 2, 5, 8])
+def test_l0_keeps_as_many_as_it_is_told(keep: int | None) -> None:
+    model, batches, loss_fn = planted(DEAD, STRONG)
+    scores = hp.score(model, batches, f"l0:keep={keep},sparsity=9" if keep else "l0", loss_fn=loss_fn)
+    assert scores.details["open"] == pytest.approx(4 if keep is None else keep, abs=0.3)
+
+
+def test_l0_at_a_price() -> None:
+    """The higher the price of a head, the fewer stay open; at none, those that help do."""
+    model, batches, loss_fn = planted(DEAD, STRONG)
+    methods = [f"l0:sparsity={price},steps=300" for price in (0.0, 0.1, 100.0)]
+    free, some, dear = (hp.score(model, batches, method, loss_fn=loss_fn) for method in methods)
+    assert free.details["open"] > 7.5 > some.details["open"] > 1.9 > 0.5 > dear.details["open"]
+    assert set(some.flat().argsort().tolist()[:3]) == set(DEAD)
