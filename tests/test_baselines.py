@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support import zoo
+from tests.support.cases import without
 from tests.support.checks import hooks
 from tests.support.problems import small
 from tests.support.zoo import labelled
@@ -67,8 +68,7 @@ def by_layer(scores: Tensor) -> Tensor:
     return scores / scores.norm(dim=1, keepdim=True)
 
 
-@pytest.mark.parametrize("seed", [0, 5])
-@pytest.mark.parametrize("keep", [1, 2, 4, 5])
+@pytest.mark.parametrize(("keep", "seed"), [(1, 0), (2, 5), (4, 0), (5, 5)])
 def test_rankings_are_those_of_the_definitions(keep, seed, monkeypatch):
     monkeypatch.setattr(baselines, "KWON_BATCH", 4)
     model, batches, layers = bert()
@@ -108,7 +108,7 @@ def greedy(vectors: Tensor, count: int) -> list[int]:
     return sorted(gone)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(0, 20, 3))
 def test_rearrangement_is_greedy_and_never_costs_more(seed):
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.randn(12, 1 + seed, generator=generator, dtype=torch.float64)
@@ -125,18 +125,6 @@ def test_rearrangement_is_greedy_and_never_costs_more(seed):
 
 
 # -- Kwon's rescaling --------------------------------------------------------------------------
-
-
-def without(model: nn.Module, layers, drop: dict[str, list[int]]) -> nn.Module:
-    """A copy whose W_O has zeros in the dropped heads' columns."""
-    copied, _ = small(HEADS)
-    copied.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        for layer in layers:
-            for head in drop.get(layer.name, ()):
-                dense = copied.get_submodule(layer.output_projection.module)
-                dense.weight[:, WIDTH * head : WIDTH * head + WIDTH] = 0
-    return copied
 
 
 def inside(model: nn.Module, batch: dict[str, Tensor], block: int) -> dict[str, Tensor]:

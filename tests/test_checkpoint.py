@@ -130,35 +130,36 @@ def test_every_way_of_loading(name: str, way: Loads, tmp_path: Path) -> None:
         assert (folder / "modeling_headprune.py").exists() == needs_code(folder)
 
 
-# headprune cannot be imported there, or is imported anew.
+# headprune cannot be imported there; then it is, and is new to the process.
 ELSEWHERE = r"""
 import re, sys, torch, transformers as tf
 from pathlib import Path
 torch.set_num_threads(1)  # as in conftest: other sums would round otherwise
-if sys.argv[1] == "without":
-    sys.modules["headprune"] = None
-else:
-    import headprune
-for folder in sys.argv[2:]:
+sys.modules["headprune"] = None
+def check(model, folder):
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**example).logits, expected), folder
+for folder in sys.argv[1:]:
     example, expected, attention = torch.load(folder + "-x")
     call = re.search(r'= (\w+)\.from_pretrained\("[\w/]+"(, trust_remote_code=True)?\)', (Path(folder) / "README.md").read_text())
     load = lambda folder: getattr(tf, call[1]).from_pretrained(folder, trust_remote_code=bool(call[2]), attn_implementation=attention)
-    model = (load if sys.argv[1] == "without" else headprune.load)(folder).eval()
-    with torch.no_grad():
-        assert torch.equal(model(**example).logits, expected), folder
-    if sys.argv[1] == "without":
-        model.save_pretrained(folder + "-again", max_shard_size="40KB")
-        again = load(folder + "-again").state_dict()
-        assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items()), folder
-        tf.AutoModel.from_pretrained(folder, trust_remote_code=True)
+    check(model := load(folder), folder)
+    model.save_pretrained(folder + "-again", max_shard_size="40KB")
+    again = load(folder + "-again").state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items()), folder
+    tf.AutoModel.from_pretrained(folder, trust_remote_code=True)
+del sys.modules["headprune"]
+import headprune
+for folder in sys.argv[1:]:
+    example, expected, _ = torch.load(folder + "-x")
+    check(headprune.load(folder), folder)
 """
 
 
 FRESH = [*sorted(FEW), "gpt2 uneven", "qwen3 even", "vit emptied", "whisper uneven"]
 
 
-@pytest.mark.parametrize("who", ["without", "with"])
-def test_in_a_fresh_process(who: str, tmp_path: Path) -> None:
+def test_in_a_fresh_process(tmp_path: Path) -> None:
     """By transformers alone, never as a stock model with random weights; and by headprune."""
     folders = []
     for name in FRESH:
@@ -166,9 +167,9 @@ def test_in_a_fresh_process(who: str, tmp_path: Path) -> None:
         folder = str(hp.save(model, tmp_path / name.replace(" ", "-")))
         torch.save((example, logits(model, example), model.config._attn_implementation), f"{folder}-x")
         folders.append(folder)
-    where = str(Path(hp.__file__).parent.parent) if who == "with" else ""
+    where = str(Path(hp.__file__).parent.parent)
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "PYTHONPATH": where}
-    subprocess.run([sys.executable, "-c", ELSEWHERE, who, *folders], check=True, cwd=tmp_path, env=environment)
+    subprocess.run([sys.executable, "-c", ELSEWHERE, *folders], check=True, cwd=tmp_path, env=environment)
 
 
 @pytest.mark.parametrize("home", [
@@ -479,7 +480,7 @@ def test_a_stock_folder_keeps_half_precision(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def half_bert(bert_folder: Path, here: Path) -> Path:
+def half_bert(bert_folder: Path, here: Path, brief: None) -> Path:
     tf.BertForSequenceClassification.from_pretrained(bert_folder, dtype=torch.bfloat16).save_pretrained(here / "dense")
     tokenizer().save_pretrained(here / "dense")
     return here / "dense"

@@ -419,15 +419,6 @@ def test_second_data_are_measured_and_change_nothing_else(here: Path, bert_folde
     ]
 
 
-def test_language_models_are_measured_on_a_text_that_comes_with_headprune(
-    here: Path, llama_folder: Path, data_folder: Path
-) -> None:
-    run("prune", llama_folder, "-d", data_folder, "-L", 20, "-k", 4, *SECOND, "-o", "run")
-    (also,) = json.loads((here / "run" / "metrics.json").read_text())["also"]
-    assert (also["name"], also["data"]["examples"]) == ("plain-english.txt", 40)
-    assert "`plain-english.txt`, 40 examples" in (here / "run" / "report.md").read_text()
-
-
 def test_second_data_that_are_not_there_or_do_not_fit(here: Path, bert_folder: Path, data_folder: Path) -> None:
     ask = ("prune", bert_folder, "-d", data_folder, "-L", 20, "-k", 4, "--strategy", "one-shot", "-m", "gradient")
     assert "There is no file or folder missing.jsonl" in run(*ask, "--also", "missing.jsonl", code=1).stderr

@@ -245,8 +245,8 @@ def test_the_cache_of_data_is_not_the_data(
 
 @pytest.mark.parametrize(("typed", "environment", "code", "says"), [
     ("inspect ./gone", {"PYTHONOPTIMIZE": "2"}, 1, "This Python drops docstrings"),  # not even `headprune methods` ran
-    ("inspect ./gone 2>/dev/full", {}, 1, "headprune: There is no model"),  # said on stdout
-    ("methods --json >&-", {}, 0, ""),
+    ("score ./gone --keep 4 2>/dev/full", {}, 2, "headprune: --keep is gone"),  # said on stdout
+    ("score --json >&-", {}, 2, "headprune: Missing argument"),
 ])  # fmt: skip
 def test_odd_processes(typed: str, environment: dict[str, str], code: int, says: str) -> None:
     done = subprocess.run(

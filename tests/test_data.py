@@ -21,11 +21,9 @@ import headprune as hp
 from headprune.app.data import DataOptions, load_also, load_parts, load_train
 from headprune.app.data.classes import Classes
 from headprune.app.data.reading import read_splits
-from headprune.app.documents import Cut
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
-from headprune.documents import from_json, to_json
 from headprune.inputs import first_rows, scrambled, tensors, variants
-from tests.support.causal import gemma3, text_config, tiny
+from tests.support.causal import bart, gemma3, regression, text_config, tiny, xlnet
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import llama, randomise, text
 
@@ -480,12 +478,7 @@ def parts_for(model: nn.Module, folder: Path) -> Any:
 
 def test_labels_are_the_next_tokens_whatever_the_models_own_loss(tmp_path: Path) -> None:
     """BART's decoder as a language model compares logits with labels in their place; on its input that measures nothing."""
-    config = tf.BartConfig(
-        vocab_size=30, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, encoder_layers=1,
-        encoder_attention_heads=2, encoder_ffn_dim=16, max_position_embeddings=32, pad_token_id=0, is_decoder=True,
-        is_encoder_decoder=False,
-    )  # fmt: skip
-    model = randomise(tf.BartForCausalLM(config))
+    model = randomise(bart())
     parts = parts_for(model, tmp_path)
     batches = list(parts.report.batches(3))
     total = count = 0.0
@@ -503,24 +496,18 @@ def test_labels_are_the_next_tokens_whatever_the_models_own_loss(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["xlnet", "bert without is_decoder"])
 def test_no_perplexity_of_what_the_model_sees(name: str, tmp_path: Path) -> None:
-    xlnet = tf.XLNetConfig(vocab_size=30, d_model=16, n_head=2, n_layer=1, d_inner=16)
-    model = tf.XLNetLMHeadModel(xlnet) if name == "xlnet" else tf.BertLMHeadModel(tf.BertConfig(**tiny()))
+    model = xlnet() if name == "xlnet" else tf.BertLMHeadModel(tf.BertConfig(**tiny()))
     with pytest.raises(hp.HeadPruneError, match="sees the tokens behind each one"):
         parts_for(randomise(model), tmp_path)
-
-
-def regression(targets: int, problem: str | None = "regression") -> nn.Module:
-    config = tf.BertConfig(**tiny(num_labels=targets), problem_type=problem)
-    return randomise(tf.BertForSequenceClassification(config))
 
 
 def test_who_gives_numbers() -> None:
     def given(model: nn.Module, task: str = "sequence-classification") -> str | None:
         return numbers_given(loaded_as(model, task))
 
-    assert given(regression(3)) == "3 numbers"
-    assert given(regression(1)) == "1 number"
-    assert given(regression(3, None)) is None
+    assert given(regression()) == "3 numbers"
+    assert given(regression(targets=1)) == "1 number"
+    assert given(regression(None)) is None
     assert given(tf.BertForQuestionAnswering(tf.BertConfig(**tiny(num_labels=1))), "question-answering") is None
 
 
@@ -574,15 +561,6 @@ def test_nothing_is_trained_on_second_data(here: Path, bert_folder: Path, data_f
     before, now = (load_train(options, loaded, p)[0] for p in (parts, beside))
     assert len(before) > len(now)
     assert set(map(repr, now.features)).isdisjoint(map(repr, also.features))
-
-
-def test_documents_from_before_contents_were_noted(bert_folder: Path, data_folder: Path) -> None:
-    parts = load_parts(DataOptions(str(data_folder), limit=10), load_model(str(bert_folder)))
-    now = Cut.of(parts)
-    old = {n: {k: v for k, v in p.items() if k != "content_hash"} for n, p in to_json(now).items() if p}
-    assert from_json(Cut, old).same(now)
-    assert not from_json(Cut, {**old, "choose": {**old["choose"], "rows_hash": "x"}}).same(now)
-    assert not replace(now, score=replace(now.score, content_hash="x")).same(now)
 
 
 # -- what can be read ------------------------------------------------------------------------------------

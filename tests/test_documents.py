@@ -143,7 +143,8 @@ def test_a_part_is_the_same_as_far_as_both_sides_say() -> None:
     assert cut.same(texts)
     assert texts.same(cut)
     assert not texts.same(replace(cut, score=replace(cut.score, content_hash="y")))
-    assert not cut.same(replace(cut, report=replace(cut.report, examples=3)))
+    for part in (replace(cut.report, examples=3), replace(cut.report, rows_hash="x")):
+        assert not cut.same(replace(cut, report=part))
 
 
 def test_the_report_of_a_fine_tuning() -> None:

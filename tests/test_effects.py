@@ -23,32 +23,24 @@ from headprune.planning.search import _in_slices, work_of
 from headprune.planning.strategies import EFFORTS
 from headprune.repairing import Calibration, calibrate, fit_layers
 from headprune.repairing.examples import noise as drawn
+from tests.support import brute
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, Bare, Normed, Pair, noise
 from tests.support.plans import scores_of
 from tests.support.problems import duplicated, small
-from tests.support.zoo import ZOO, labelled, randomise, sizes, text
+from tests.support.zoo import labelled, randomise, sizes, text
 
 INF = math.inf
 Batch = dict[str, Tensor]
 
 
-def xlnet(rows: int, length: int) -> tuple[nn.Module, Batch]:
-    config = tf.XLNetConfig(vocab_size=100, d_model=32, n_head=4, n_layer=2, d_inner=48)
-    return randomise(tf.XLNetForSequenceClassification(config)), text(rows, length)
-
-
 def model_of(name: str) -> tuple[nn.Module, Batch, list[hp.AttentionLayer]]:
     """In float64; attention as plain products, so that its weights are given."""
-    if name == "albert":  # one W_O for all layers
-        config = tf.AlbertConfig(**sizes("eager", embedding_size=16))
-        model, example = randomise(tf.AlbertForSequenceClassification(config)), text()
-    elif name.startswith("xlnet"):  # square: shapes do not tell which dimension is the batch
-        model, example = xlnet(5, 5) if "square" in name else xlnet(3, 9)
-    else:
-        model, example = ZOO[name]("eager")
-    example = {key: value.double() if value.is_floating_point() else value for key, value in example.items()}
-    return model.double(), example, hp.find_attention(model, example)
+    model, example = brute.model_of(
+        name, 5 if "square" in name else 3
+    )  # square: shapes do not tell which dimension is the batch
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    return model, example, hp.find_attention(model, example)
 
 
 def units_for(layers: Sequence[hp.AttentionLayer], drop: Heads, single: bool = False) -> list[Unit]:

@@ -14,44 +14,13 @@ from headprune.evaluation import Change, Measurement, compare, evaluate, interva
 from headprune.scoring.base import Estimate, standard_error
 from headprune.uncertainty import FEW, carried_by, split_half
 from tests.support.problems import small
-from tests.support.zoo import bert, gpt2, labelled, llama, randomise, sizes, text
+from tests.support.zoo import bert, labelled, llama, randomise, sizes, text
 
 OTHER = "no measurable change"
 
 
 def measured(correct: np.ndarray) -> Measurement:
     return Measurement({}, 1 - correct.astype(float), correct.astype(float), np.ones(len(correct), dtype=int))
-
-
-def test_accuracy_and_f1_by_hand() -> None:
-    model, _ = bert()
-    batch = labelled(model, text(rows=12))
-    found = evaluate(model, [{k: v[i : i + 5] for k, v in batch.items()} for i in (0, 5, 10)])
-    with torch.no_grad():
-        guess = model(**batch).logits.argmax(-1)
-    y = batch["labels"]
-    assert found.metrics["accuracy"] == pytest.approx((guess == y).float().mean().item())
-    by_class = []
-    for c in y.unique():
-        tp = ((guess == c) & (y == c)).sum().item()
-        by_class.append(2 * tp / ((guess == c).sum().item() + (y == c).sum().item()))
-    assert found.metrics["f1"] == pytest.approx(sum(by_class) / len(by_class))
-
-
-def test_perplexity_by_hand() -> None:
-    model, _ = gpt2()
-    batch = labelled(model, text(rows=4))
-    found = evaluate(model, [{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)])
-    with torch.no_grad():
-        log = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.log_softmax(-1)
-    nll = [
-        -log[i, t, batch["input_ids"][i, t + 1]].item()
-        for i in range(4)
-        for t in range(8)
-        if batch["labels"][i, t + 1] != -100
-    ]
-    assert found.metrics["perplexity"] == pytest.approx(math.exp(np.mean(nll)), rel=1e-5)
-    assert found.tokens.sum() == len(nll)
 
 
 def flipped(n: int, lost: int, gained: int) -> Change:
@@ -186,48 +155,6 @@ def test_packed_texts_are_apart_in_every_computation() -> None:
     assert evaluate(model, [packed]).loss == pytest.approx(losses, rel=1e-5)
     scored = hp.score(model, [packed], "gradient").details["mean_loss"]
     assert scored == pytest.approx(sum(losses) / 2, rel=1e-5)
-
-
-def test_padding_is_no_place_for_an_answer() -> None:
-    """The model's own loss of a padded text counts padding among the places; so loss, accuracy and scores changed with the batch size."""
-    config = tf.BertConfig(
-        vocab_size=100, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16
-    )
-    model = randomise(tf.BertForQuestionAnswering(config)).eval()
-    ids = torch.randint(5, 100, (3, 9), generator=torch.Generator().manual_seed(0))
-    lengths, starts, ends = (4, 9, 6), torch.tensor([1, 2, 5]), torch.tensor([3, 8, 5])
-    mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
-    together = [{"input_ids": ids, "attention_mask": mask, "start_positions": starts, "end_positions": ends}]
-    alone = [
-        {k: v[i : i + 1, : lengths[i]] if v.ndim == 2 else v[i : i + 1] for k, v in together[0].items()}
-        for i in range(3)
-    ]
-    a, b = hp.evaluate(model, together), hp.evaluate(model, alone)
-    with torch.no_grad():
-        assert b.loss == pytest.approx([float(model(**one).loss) for one in alone], rel=1e-5)
-    assert a.loss == pytest.approx(b.loss, rel=1e-5)
-    assert a.correct.tolist() == b.correct.tolist()
-    assert "f1" not in a.metrics  # of places in texts, which are no classes
-    for method in ("ablation", "gradient"):
-        scores = [hp.score(model, batches, method).flat().numpy() for batches in (together, alone)]
-        assert scores[0] == pytest.approx(scores[1], rel=1e-3, abs=1e-7)
-
-
-def test_padding_on_the_left_predicts_nothing() -> None:
-    """As most causal models are padded: the first token of a text has a label, which only padding would predict."""
-    model, _ = llama()
-    ids, lengths = torch.randint(5, 90, (3, 9), generator=torch.Generator().manual_seed(0)), (4, 9, 6)
-    alone = [{"input_ids": ids[i : i + 1, 9 - n :], "labels": ids[i : i + 1, 9 - n :]} for i, n in enumerate(lengths)]
-    mask = (torch.arange(9) >= 9 - torch.tensor(lengths)[:, None]).long()
-    together = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    further = {k: torch.nn.functional.pad(v, (5, 0), value=-100 * (k == "labels")) for k, v in together.items()}
-    expected = hp.evaluate(model, alone)
-    with torch.no_grad():
-        assert expected.loss == pytest.approx([float(model(**one).loss) for one in alone], rel=1e-5)
-    for batch in (together, further, {**together, "labels": ids}):
-        found = hp.evaluate(model, [batch])
-        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
-        assert found.tokens.tolist() == [3, 8, 5]
 
 
 # -- standard errors of scores with few examples and with rare effects --

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -328,31 +329,31 @@ def test_a_missing_package_is_named(package: str, tmp_path: Path, monkeypatch: p
         hp.export(llama(), file, to, processor=bytewise())
 
 
-@pytest.mark.parametrize("renames", range(3))
-def test_a_file_in_parts_is_replaced_as_a_whole(renames: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_parts_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after any rename, the parts of two files are never together; the next export takes the place of what is there."""
     pytest.importorskip("torch.onnx._internal.exporter._onnx_program")
     monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 1)
-    file, replace, left = tmp_path / "model.onnx", os.replace, [renames]
-    first, second, x = summed(), summed(), torch.ones(1, 3, 8)
+    first, second, x, replace = summed(), summed(), torch.ones(1, 3, 8), os.replace
     second.inner.weight.data.neg_()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    done = hp.export(first, whole / "model.onnx", "onnx")
+    assert {p.name for p in whole.iterdir()} == {"model.onnx", "model.onnx.data"}
+    assert done.facts["bytes"] == sum(p.stat().st_size for p in whole.iterdir())
+    for renames in range(3):
+        file, left = tmp_path / str(renames) / "model.onnx", [renames]
+        shutil.copytree(whole, file.parent)
 
-    def stopping(one: Any, other: Any) -> None:
-        if Path(other).parent == tmp_path:
-            left[0] -= 1
+        def stopping(one: Any, other: Any, folder: Path = file.parent, left: list[int] = left) -> None:
+            left[0] -= Path(other).parent == folder
             if left[0] < 0:
                 raise KeyboardInterrupt
-        replace(one, other)
+            replace(one, other)
 
-    done = hp.export(first, file, "onnx")
-    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
-    assert done.facts["bytes"] == sum(p.stat().st_size for p in tmp_path.iterdir())
-    monkeypatch.setattr(os, "replace", stopping)
-    with pytest.raises(KeyboardInterrupt) if renames < 2 else nullcontext():
-        hp.export(second, file, "onnx", overwrite=True)
-    left[0] = 99
-    assert file.exists() == (renames == 2)
-    if file.exists():
-        torch.testing.assert_close(by_onnxruntime(file, {"x": x})[0], second(x)["summed"])
-    hp.export(first, file, "onnx", overwrite=True)
-    torch.testing.assert_close(by_onnxruntime(file, {"x": x})[0], first(x)["summed"])
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) if renames < 2 else nullcontext():
+            patch.setattr(os, "replace", stopping)
+            hp.export(second, file, "onnx", overwrite=True)
+        assert file.exists() == (renames == 2)
+        if renames < 2:
+            hp.export(first, file, "onnx", overwrite=True)
+        torch.testing.assert_close(by_onnxruntime(file, {"x": x})[0], (first if renames < 2 else second)(x)["summed"])

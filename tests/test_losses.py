@@ -13,26 +13,26 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support.causal import Labelless, OwnLoss, Tensors, Wrapped, gemma3, my_gpt, singles, texts, tiny
+from tests.support.causal import (
+    Labelless,
+    OwnLoss,
+    Tensors,
+    Wrapped,
+    bart,
+    gemma3,
+    my_gpt,
+    regression,
+    singles,
+    texts,
+    tiny,
+    xlnet,
+)
 from tests.support.zoo import labelled, llama, randomise, t5, text
-
-
-def bart() -> nn.Module:
-    config = tf.BartConfig(
-        vocab_size=30, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, encoder_layers=1,
-        encoder_attention_heads=2, encoder_ffn_dim=16, max_position_embeddings=32, pad_token_id=0, is_decoder=True,
-        is_encoder_decoder=False,
-    )  # fmt: skip
-    return tf.BartForCausalLM(config)
-
-
-def xlnet() -> nn.Module:
-    return tf.XLNetLMHeadModel(tf.XLNetConfig(vocab_size=30, d_model=16, n_head=2, n_layer=1, d_inner=16))
-
 
 # (model, how far ahead the labels are that its own loss compares with)
 CAUSAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "gemma3": (gemma3, 1),
+    "llama": (lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**tiny())), 1),
     "subclass": (my_gpt, 1),
     "bart": (bart, 0),
     "xlnet": (xlnet, 0),
@@ -272,16 +272,22 @@ def test_bert_heads_inside_another_module(kind: str) -> None:
     batch = {**{k: v for k, v in batch.items() if k != "labels"}, **labels}
     with torch.no_grad():
         own = float(model(**batch).loss)
-        if kind[0] == "Q":  # of texts without their padding, which is no place for an answer
-            sizes = batch["attention_mask"].sum(1).tolist()
-            alone = [
-                {k: v[i : i + 1, :n] if v.ndim == 2 else v[i : i + 1] for k, v in batch.items()}
-                for i, n in enumerate(sizes)
-            ]
+    if kind[0] == "Q":  # of texts without their padding, which is no place for an answer; it was one
+        sizes = batch["attention_mask"].sum(1).tolist()
+        alone = [
+            {k: v[i : i + 1, :n] if v.ndim == 2 else v[i : i + 1] for k, v in batch.items()}
+            for i, n in enumerate(sizes)
+        ]
+        with torch.no_grad():
             own = sum(float(model(**one).loss) for one in alone) / len(alone)
+        assert hp.evaluate(model, alone).correct.tolist() == hp.evaluate(model, [batch]).correct.tolist()
+        for method in ("ablation", "gradient"):
+            together, each = (hp.score(model, batches, method).flat() for batches in ([batch], alone))
+            torch.testing.assert_close(together, each, rtol=1e-3, atol=1e-7)
     expected = hp.evaluate(model, [batch]).metrics
     assert expected["loss"] == pytest.approx(own, abs=1e-5)
     assert "accuracy" in expected
+    assert ("f1" in expected) == (kind[0] != "Q")  # places in texts are no classes
     assert hp.evaluate(Wrapped(model), [batch]).metrics == pytest.approx(expected)
     assert hp.evaluate(Labelless(model), [batch]).metrics == pytest.approx(expected)
 
@@ -414,11 +420,6 @@ def test_a_loss_that_is_only_an_attribute_counts() -> None:
 
 
 # -- heads that give several real numbers ----------------------------------------------------------
-
-
-def regression(problem: str | None = "regression", targets: int = 3) -> nn.Module:
-    config = tf.BertConfig(**tiny(num_labels=targets), problem_type=problem)
-    return randomise(tf.BertForSequenceClassification(config))
 
 
 def batch_of(rows: int = 5, targets: int = 3) -> dict[str, Tensor]:

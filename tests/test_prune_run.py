@@ -1,9 +1,10 @@
-"""What a run of `prune` says before, compares, draws and times: by the command line."""
+"""What a run of `prune` says before, compares, draws and times; and how deep a reader must go: by the command line."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 import transformers as tf
 
-from tests.support.commands import run
+import headprune as hp
+from tests.support.commands import PRUNE, run
 from tests.support.folders import WORDS, common, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 
+pytestmark = pytest.mark.usefixtures("brief")
 LINE = r"Roughly .*: ([\d,]+) forward passes over 40 examples"
 
 
@@ -50,9 +53,7 @@ def test_what_cannot_be_told_stops_nothing(
     assert "could not be told (RuntimeError: no" in " ".join(said.split())
 
 
-def test_orders_are_compared_and_the_used_one_is_drawn(
-    bert_folder: Path, data_folder: Path, here: Path, brief: None
-) -> None:
+def test_orders_are_compared_and_the_used_one_is_drawn(bert_folder: Path, data_folder: Path, here: Path) -> None:
     """The order is used whose plans stay nearest to the dense model. Of auto's own orders one is drawn; the control where it was asked for."""
     given = [bert_folder, "-d", data_folder, "-L", 40, "-m", "gradient", "-k", 6, "-k", 4, "--no-repair", "-o", "run"]
     assert passes("prune", *given) > 3
@@ -78,9 +79,7 @@ def test_orders_are_compared_and_the_used_one_is_drawn(
 
 
 @pytest.mark.parametrize(("words", "lengths"), [(7, [9, 36]), (14, [16, 30]), (28, [30])])
-def test_longer_inputs_are_longer_and_guessing_is_known(
-    words: int, lengths: list[int], here: Path, brief: None
-) -> None:
+def test_longer_inputs_are_longer_and_guessing_is_known(words: int, lengths: list[int], here: Path) -> None:
     """Texts that fill the model were timed at all its positions, and again at two fewer, as if that were four times as long.
 
     Without the accuracy of always giving the most frequent label, a model that does so was recommended with fewer heads.
@@ -92,27 +91,42 @@ def test_longer_inputs_are_longer_and_guessing_is_known(
         chosen = Random(seed)
         rows = [{"text": " ".join(chosen.choices(WORDS, k=words)), "label": label} for label in [0, 1, 1] * 4]
         write_jsonl(here / "data" / f"{split}.jsonl", rows)
-    run(
-        *[
-            "prune",
-            "model",
-            "-d",
-            "data",
-            "-k",
-            "3",
-            "-s",
-            "one-shot",
-            "-m",
-            "weight-norm",
-            "--no-repair",
-            "-b",
-            "4",
-            "-o",
-            "run",
-            "-q",
-        ]
-    )
+    run(*PRUNE, 3, "model", "-d", "data", "-m", "weight-norm", "--no-repair", "-b", 4, "-o", "run")
     metrics = metrics_of(here / "run")
     timed = [(row["batch"], row["length"]) for row in metrics["latency"]["rows"]]
     assert timed == [(size, length) for length in lengths for size in (1, 4)]
     assert metrics["dense"]["guessing"] == pytest.approx(2 / 3)
+
+
+HOUSE = str(Path(hp.__file__).parent)
+MOST = 12
+
+
+def test_few_frames_lie_between_prune_and_the_solver(
+    bert_folder: Path, data_folder: Path, here: Path, brief: None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    chains: set[tuple[str, ...]] = set()
+    solve = torch.linalg.solve
+
+    def counting(*arguments: Any, **more: Any) -> Any:
+        names, frame = [], sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if (
+                code.co_filename.startswith(HOUSE) and code.co_name[0] != "<"
+            ):  # comprehensions are part of their function
+                names.append(f"{Path(code.co_filename).stem}.{code.co_name}")
+            if code.co_name == "prune" and "cli" in code.co_filename:
+                chains.add(tuple(reversed(names)))
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        return solve(*arguments, **more)
+
+    monkeypatch.setattr(torch.linalg, "solve", counting)
+    run("prune", bert_folder, "-d", data_folder, "-L", 20, "--keep", 4, "-s", "one-shot", "-m", "gradient", "-q")
+    shortest, longest = (pick(chains, key=len) for pick in (min, max))
+    with capsys.disabled():
+        for chain in (shortest, longest):
+            print(f"\n{len(chain)} frames: {' → '.join(chain)}")
+    assert len(shortest) <= MOST

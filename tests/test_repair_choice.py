@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support import brute
+from tests.support import brute, cases
 from tests.support.zoo import randomise, text
 
 WORDS, LENGTH = 12, 10
@@ -77,13 +77,7 @@ def far(model: nn.Module, dense: nn.Module) -> tuple[float, float]:
 
 def without(model: nn.Module, drop: brute.Drop) -> nn.Module:
     """A copy with the heads' columns of W_O zeroed."""
-    found = copy.deepcopy(model)
-    for layer in hp.find_attention(model, texts(1, 1)[0]):
-        assert layer.output_projection
-        with torch.no_grad():
-            columns = brute.columns_of(layer, drop.get(layer.name, []))
-            found.get_submodule(layer.output_projection.module).weight[:, columns] = 0  # type: ignore[index, operator]
-    return found
+    return cases.without(model, hp.find_attention(model, texts(1, 1)[0]), drop)
 
 
 @pytest.mark.parametrize("others", [False, True])

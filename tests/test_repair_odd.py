@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import headprune as hp
 from tests.support import brute
 from tests.support.checks import hooks, same, state
-from tests.support.plain import WIDTH, Attention, Pair, noise
+from tests.support.plain import WIDTH, Attention, Bare, Pair, noise
 from tests.support.plain import model_of as plain_of
 from tests.support.problems import small
 from tests.support.zoo import randomise
@@ -37,11 +37,6 @@ class Adapted(Attention):
     def __init__(self) -> None:
         super().__init__()
         self.o = Scaled()  # type: ignore[assignment]
-
-
-class Bare(Attention):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attend(x)
 
 
 class SharedOutput(nn.Module):

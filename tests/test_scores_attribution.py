@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support.problems import duplicated, scaled, small, without
+from tests.support.problems import small, without
 
 
 def score(method: str, model: nn.Module, batches: list[dict[str, Tensor]], **more: Any) -> hp.HeadScores:
@@ -30,18 +30,6 @@ def test_the_values_sum_to_what_all_heads_are_worth(method: str) -> None:
         assert s.details["gap"] < 1e-6
     else:
         assert s.details["pairs"] == max(3, int(method.partition("=")[2]) // 6 * 3)
-
-
-@pytest.mark.parametrize("method", ["integrated-gradients", "shapley"])
-def test_dead_and_duplicate_heads(method: str) -> None:
-    model, batches = small()
-    model = scaled(duplicated(model), hp.find_attention(model, batches[0])[1], 2, 0.0)
-    s = score(method, model, batches)
-    values, error = s.flat(), s.flat_stderr()
-    assert values.abs().argmin() == 5
-    assert values[5].abs() < 1e-12
-    close = 4 * float(error[0] + error[1]) if method == "shapley" else 1e-9
-    assert float((values[0] - values[1]).abs()) < close
 
 
 @pytest.mark.parametrize("method", ["integrated-gradients", "shapley:permutations=12"])
@@ -75,10 +63,10 @@ def test_against_all_subsets() -> None:
 
 
 def test_the_standard_error_is_right() -> None:
-    """On one batch, over 40 seeds: the values scatter as the error says."""
+    """On one batch, over 24 seeds: the values scatter as the error says."""
     model, batches = small()
     layers = hp.find_attention(model, batches[0])
-    runs = [score("shapley:permutations=14", model, batches[:1], seed=s, layers=layers) for s in range(40)]
+    runs = [score("shapley:permutations=14", model, batches[:1], seed=s, layers=layers) for s in range(24)]
     scatter = torch.stack([s.flat() for s in runs]).std(dim=0)
     claimed = torch.stack([s.flat_stderr() ** 2 for s in runs]).mean(dim=0).sqrt()
     assert ((scatter / claimed > 0.6) & (scatter / claimed < 1.5)).all()

@@ -1,14 +1,15 @@
-"""Heads that were made useless, harmful or equal are found; and scoring under the conditions that models come in."""
+"""Heads that were made useless, harmful or equal are found, by gates that are learned too; and scoring under the conditions that models come in."""
+
+from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import headprune as hp
-from tests.support.problems import quick, scaled, split
+from tests.support.problems import duplicated, planted, quick, scaled
 from tests.support.zoo import ZOO, bert, labelled, llama, text
 
 SIGNED = ["ablation", "mean-ablation", "integrated-gradients", "shapley"]
@@ -25,22 +26,10 @@ def test_a_harmful_head_has_the_lowest_score(name: str) -> None:
     model = scaled(model, layers[2], 1, 8.0)
     with torch.no_grad():  # the others barely say anything
         model.classifier.weight *= 2
-    s = hp.score(model, [example], quick(name, "permutations=16"), layers=layers)
+    s = hp.score(model, [example], quick(name, "permutations=16", "steps=16"), layers=layers)
     assert s.signed
     assert s.values[layers[2].name][1] < 0
     assert int(s.flat().argmin()) == 2 * 4 + 1
-
-
-def twins() -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
-    """Heads 0 and 3 of the second layer are equal in all their weights."""
-    model, example = bert()
-    attention = model.bert.encoder.layer[1].attention
-    with torch.no_grad():
-        for p in (attention.self.query, attention.self.key, attention.self.value):
-            p.weight[24:32] = p.weight[:8]
-            p.bias[24:32] = p.bias[:8]
-        attention.output.dense.weight[:, 24:32] = attention.output.dense.weight[:, :8]
-    return model, labelled(model, text(8, 8)), hp.find_attention(model, example)
 
 
 @pytest.mark.parametrize("name", [
@@ -48,9 +37,9 @@ def twins() -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
     "weight-norm",
 ])  # fmt: skip
 def test_equal_heads_have_equal_scores(name: str) -> None:
-    model, batch, layers = twins()
-    values = hp.score(model, [batch], name, layers=layers).values[layers[1].name]
-    torch.testing.assert_close(values[0], values[3], rtol=1e-4, atol=1e-6)
+    model = duplicated(bert()[0])
+    first, second, *_ = hp.score(model, [labelled(model, text(8, 8))], name).flat()
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
 
 
 # -- conditions ----------------------------------------------------------------------------------
@@ -91,25 +80,6 @@ def test_gradient_checkpointing(name: str) -> None:
     assert checkpointed > plain
 
 
-# -- bad input -----------------------------------------------------------------------------------
-
-
-def test_the_example_with_a_bad_loss_is_named() -> None:
-    model, _ = bert()
-    batches = split(labelled(model, text(6, 7)), 2)
-    broken = copy.deepcopy(batches)
-
-    def loss_fn(out: Any, labels: torch.Tensor) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(out.logits, labels, reduction="none")
-        return torch.where(out.logits[:, 0] == target, torch.inf, loss)
-
-    with torch.no_grad():
-        target = model(**{k: v for k, v in broken[1].items() if k != "labels"}).logits[1, 0]
-    for name in ("ablation", "gradient", "shapley", "integrated-gradients"):
-        with pytest.raises(hp.HeadPruneError, match=r"example 3 \(in the order given\) is inf"):
-            hp.score(model, broken, quick(name, "steps=8"), loss_fn=loss_fn)
-
-
 def test_examples_longer_than_the_model_allows() -> None:
     model, _ = bert()
     fits, long = labelled(model, text(2, 9)), labelled(model, text(2, 9))
@@ -127,3 +97,35 @@ def test_a_single_example_has_no_standard_error_and_says_so() -> None:
         s = hp.score(model, [batch], name)
         assert s.flat_stderr().isnan().all()
         assert "single example" in s.details["stderr"]
+
+
+DEAD, STRONG = [1, 4, 6], [0, 5]
+
+
+@pytest.mark.parametrize(("keep", "seed"), [(None, 0), (5, 1), (3, 2)])
+@pytest.mark.parametrize("method", ["l0", "dsp"])
+def test_planted_heads(method: str, keep: int | None, seed: int) -> None:
+    """Heads that give nothing rank below all others, and those that give much are among the kept."""
+    model, batches, loss_fn = planted(DEAD, STRONG)
+    s = hp.score(model, batches, f"{method}:keep={keep}" if keep else method, loss_fn=loss_fn, seed=seed)
+    order = s.flat().argsort().tolist()
+    assert set(order[:3]) == set(DEAD)
+    assert set(STRONG) <= set(order[-(keep or 4) :])
+    assert s.flat_stderr().isnan().all()
+    assert "one training run" in s.details["stderr"]
+
+
+@pytest.mark.parametrize("keep", [None, 1, 2, 5, 8])
+def test_l0_keeps_as_many_as_it_is_told(keep: int | None) -> None:
+    model, batches, loss_fn = planted(DEAD, STRONG)
+    scores = hp.score(model, batches, f"l0:keep={keep},sparsity=9" if keep else "l0", loss_fn=loss_fn)
+    assert scores.details["open"] == pytest.approx(4 if keep is None else keep, abs=0.3)
+
+
+def test_l0_at_a_price() -> None:
+    """The higher the price of a head, the fewer stay open; at none, those that help do."""
+    model, batches, loss_fn = planted(DEAD, STRONG)
+    methods = [f"l0:sparsity={price},steps=300" for price in (0.0, 0.1, 100.0)]
+    free, some, dear = (hp.score(model, batches, method, loss_fn=loss_fn) for method in methods)
+    assert free.details["open"] > 7.5 > some.details["open"] > 1.9 > 0.5 > dear.details["open"]
+    assert set(some.flat().argsort().tolist()[:3]) == set(DEAD)

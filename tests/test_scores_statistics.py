@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support.checks import hooks
-from tests.support.problems import TokensFirst, error_of, output_weight, split
+from tests.support.problems import TokensFirst, error_of, output_weight
 from tests.support.textbook import Classifier, HeadsFirst, MinGPT, made
 from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, randomise, text
 
@@ -29,16 +29,6 @@ def double(name: str, attention: str = "sdpa") -> tuple[nn.Module, dict[str, Ten
     model, example = ZOO[name](attention)
     batch = labelled(model, example)
     return model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
-
-
-def maps_of(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
-    """The model's own answer to ``output_attentions``, in the order in which its layers run."""
-    with torch.no_grad():
-        out = model(**batch, output_attentions=True)
-    if "attentions" in out:
-        return list(out.attentions)
-    pairs = zip(out.decoder_attentions, out.cross_attentions, strict=True)
-    return [*out.encoder_attentions, *(p for pair in pairs for p in pair)]
 
 
 def real_of(batch: dict[str, Tensor], layer: hp.AttentionLayer, tokens: int) -> Tensor:
@@ -60,21 +50,36 @@ def score(model: nn.Module, batches: Any, method: str, **more: Any) -> hp.HeadSc
 
 
 @pytest.mark.parametrize("method", STATISTICS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_of_attention_against_output_attentions(name: str, method: str) -> None:
-    """Fused kernels and eager softmax give what the model itself says its attention is."""
-    expected = None
-    for attention in ("eager", "sdpa"):
-        model, batch = double(name, attention)
-        s = score(model, batch, method)
-        assert hooks(model) == 0
-        if expected is None:
-            expected = maps_of(model, batch)
-        for layer, weights in zip(s.layers, expected, strict=True):
-            values = STATISTICS[method](weights)
-            rows = mean_over_tokens(values, real_of(batch, layer, weights.shape[2]))
-            torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-6, atol=1e-7)
-            torch.testing.assert_close(s.stderr[layer.name], error_of(rows), rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize("name", [*FAMILIES, "swin", "d2l"])
+def test_of_attention_against_its_weights(name: str, method: str) -> None:
+    """Example by example; that the weights are those of the model itself is tested in `test_seeing.py`."""
+    if name == "d2l":  # whose heads are in the batch dimension
+        model, example = made("d2l")
+        batch: Any = (example, torch.tensor([0, 1, 2]))
+    else:
+        model, batch = swin() if name == "swin" else double(name)
+        example = batch
+    s = score(model, batch, method, loss_fn=cross_entropy if name == "d2l" else None)
+    assert hooks(model) == 0
+    for layer_name, weights in hp.attention_weights(model, example, list(s.layers)).items():
+        layer = next(layer for layer in s.layers if layer.name == layer_name)
+        values = STATISTICS[method](weights.double())
+        real = (
+            torch.ones(len(values), values.shape[2], dtype=torch.bool)
+            if name in ("swin", "d2l")
+            else real_of(batch, layer, values.shape[2])
+        )
+        rows = mean_over_tokens(values, real)
+        torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(s.stderr[layer.name], error_of(rows), rtol=1e-4, atol=1e-6)
+
+
+def swin() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Which cuts windows out of every picture: [batch * windows, heads, queries, keys]."""
+    sizes = {"image_size": 16, "patch_size": 2, "num_channels": 1, "window_size": 4}
+    config = tf.SwinConfig(embed_dim=16, depths=[2], num_heads=[4], num_labels=3, **sizes)
+    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    return randomise(tf.SwinForImageClassification(config)), {"pixel_values": pixels, "labels": torch.tensor([0, 2])}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -153,18 +158,6 @@ def test_textbook_classes(name: str, method: str) -> None:
     parts = score(model, single, method, loss_fn=cross_entropy)
     torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(whole.flat_stderr(), parts.flat_stderr(), rtol=1e-3, atol=1e-6)
-
-
-def test_heads_in_the_batch_dimension_are_told_apart() -> None:
-    """D2L keeps its weights: (batch * heads, queries, keys), padding by lengths."""
-    model, (x, lengths) = made("d2l")
-    labels = torch.tensor([0, 1, 2])
-    s = score(model, ((x, lengths), labels), "confidence", loss_fn=cross_entropy)
-    with torch.no_grad():
-        model(x, lengths)
-    for i, layer in enumerate(s.layers):
-        weights = model.layers[i].attention.attention_weights.view(3, 4, 6, 6)
-        torch.testing.assert_close(s.values[layer.name], weights.amax(-1).mean((0, 2)).double(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("method", MEASURED)
@@ -246,19 +239,8 @@ def test_calls_of_a_shared_layer_are_averaged() -> None:
     batch = labelled(model, text())
     s = score(model, batch, "entropy")
     assert len(s.layers) == 1
-    values = torch.stack([STATISTICS["entropy"](w) for w in maps_of(model, batch)]).mean(0)
+    with torch.no_grad():
+        each = model(**batch, output_attentions=True).attentions
+    values = torch.stack([STATISTICS["entropy"](w) for w in each]).mean(0)
     rows = mean_over_tokens(values, batch["attention_mask"] == 1)
     torch.testing.assert_close(s.flat(), rows.mean(0).double(), rtol=1e-4, atol=1e-6)
-
-
-def test_windows_belong_to_their_example() -> None:
-    """Swin cuts windows out of every picture: [batch * windows, heads, queries, keys]."""
-    sizes = {"image_size": 16, "patch_size": 2, "num_channels": 1, "window_size": 4}
-    config = tf.SwinConfig(embed_dim=16, depths=[2], num_heads=[4], num_labels=3, **sizes)
-    model = randomise(tf.SwinForImageClassification(config))
-    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
-    batch = {"pixel_values": pixels, "labels": torch.tensor([0, 2])}
-    for method in MEASURED:
-        whole, parts = score(model, batch, method), score(model, split(batch, 1), method)
-        torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(whole.flat_stderr(), parts.flat_stderr(), rtol=1e-4, atol=1e-6)

@@ -22,18 +22,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import headprune as hp
+from tests.support import brute
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, Normed, noise
 from tests.support.plans import any_constraints, check_nested, check_plan, gone
-from tests.support.problems import small
+from tests.support.problems import small, unlabelled
 from tests.support.zoo import labelled, randomise, sizes, text
 
 LOOKING = ["re-scored", "compensated", "greedy"]
 Batches = list[dict[str, Tensor]]
-
-
-def unlabelled(batches: Batches) -> Batches:
-    return [{name: value for name, value in batch.items() if name != "labels"} for batch in batches]
 
 
 def grouped(heads: int, kv: int, layers: int, **more: Any) -> tuple[nn.Module, Batches]:
@@ -58,15 +55,12 @@ def random_scores(model: nn.Module, batches: Batches, values: Sequence[float] | 
     return replace(scores, values=dict(zip(scores.values, split, strict=True)))
 
 
-@torch.no_grad()
 def divergence(model: nn.Module, plan: hp.PruningPlan, batches: Batches) -> float:
     """Of the masked model's answers from the dense model's, in nats."""
     inputs = unlabelled(batches)
-    dense = [model(**batch).logits.log_softmax(-1) for batch in inputs]
+    dense = [brute.logits(model, batch) for batch in inputs]
     with hp.mask(model, plan, inputs[0]):
-        masked = [model(**batch).logits.log_softmax(-1) for batch in inputs]
-    each = [(p.exp() * (p - q)).sum(-1).flatten() for p, q in zip(dense, masked, strict=True)]
-    return float(torch.cat(each).mean())
+        return brute.kl(torch.cat(dense), torch.cat([brute.logits(model, batch) for batch in inputs]))
 
 
 # -- every plan ---------------------------------------------------------------------------------------

@@ -29,6 +29,9 @@ def setting() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
     return model, split(labelled(model, text(8, 7)), 2)
 
 
+LAYERS = hp.find_attention(*bert())
+
+
 class Interruption(BaseException):
     pass
 
@@ -49,16 +52,18 @@ def test_an_interrupted_scoring_gives_what_a_whole_one_gives(method: str, tmp_pa
     settings = Settings(
         examples=5 if method == "ablation" else None, steps=8 if method in ("l0", "dsp") else None, permutations=4
     )
-    whole = hp.score(model, batches, method, settings=settings)
+    whole = hp.score(model, batches, method, settings=settings, layers=LAYERS)
     for stop in (2, 5, 9):
         try:
-            hp.score(model, batches, method, settings=settings, work=tmp_path, progress=stopping_after(stop))
+            hp.score(
+                model, batches, method, settings=settings, layers=LAYERS, work=tmp_path, progress=stopping_after(stop)
+            )
         except Interruption:
             continue
         break
     said: list[str] = []
     assert list(tmp_path.glob("*/*.part"))
-    found = hp.score(model, batches, method, settings=settings, work=Store(tmp_path, said.append))
+    found = hp.score(model, batches, method, settings=settings, layers=LAYERS, work=Store(tmp_path, said.append))
     assert found.to_json() == whole.to_json()
     assert "continuing with" in said[0]
 

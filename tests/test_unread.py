@@ -1,6 +1,7 @@
 """Replays: only what comes after a gate runs, tokens that no loss reads are left out, and the scores are those of plain forward passes."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support.zoo import bert, labelled, randomise, text, vit
+from tests.support.zoo import ZOO, bert, labelled, randomise, text
 
 _SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 32}
 WORDS = {**_SMALL, "vocab_size": 100, "pad_token_id": 0}
@@ -60,6 +61,10 @@ def tokenwise(kind: Any) -> Case:
     return randomise(kind(tf.BertConfig(**WORDS))), [{**batch, "labels": batch["input_ids"] % 2}], None
 
 
+def of_zoo(name: str) -> Case:
+    return with_labels(*ZOO[name]())
+
+
 def gpt2_classifier() -> nn.Module:
     return tf.GPT2ForSequenceClassification(
         tf.GPT2Config(n_layer=3, n_head=4, n_embd=16, vocab_size=100, pad_token_id=0)
@@ -75,8 +80,7 @@ def two_lengths() -> Case:
 
 # A model, batches and the loss; and whether its last block's feed-forward layer runs for one token alone.
 CASES: dict[str, tuple[Callable[[], Case], bool | None]] = {
-    "bert": (lambda: with_labels(*bert()), True),
-    "vit": (lambda: with_labels(*vit()), True),
+    **{name: (partial(of_zoo, name), True if name in ("bert", "vit") else None) for name in ZOO if name not in ("mha", "torch_transformer")},
     "gpt2's last token": (lambda: with_labels(gpt2_classifier(), {"input_ids": text(4, 7)["input_ids"].clamp(min=1)}), True),
     "llama's last token": (lambda: with_labels(
         tf.LlamaForSequenceClassification(tf.LlamaConfig(**WORDS, num_key_value_heads=2)), {"input_ids": text(4, 7)["input_ids"]}), True),
@@ -97,6 +101,7 @@ def test_replayed_losses_are_those_of_plain_passes(name: str) -> None:
     model, batches, loss_fn = make()
     tokens = [counted(module) for module in feed_forward(model)]
     scores = hp.score(model, batches, "ablation", loss_fn=loss_fn)
+    assert scores.details["replayed"] == "every layer" or name not in ZOO
     once = [sum(calls) for calls in tokens]
     hp.score(model, batches * 2, "ablation", loss_fn=loss_fn, layers=scores.layers)
     more = [sum(calls) - 2 * n for calls, n in zip(tokens, once, strict=True)]  # what a batch more takes

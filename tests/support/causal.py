@@ -10,6 +10,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from tests.support.folders import common
+from tests.support.zoo import randomise
 
 
 def tiny(**more: Any) -> dict[str, Any]:
@@ -30,6 +31,24 @@ def gemma3() -> nn.Module:
         text_config=text_config(), vision_config=VISION, mm_tokens_per_image=4, image_token_index=29
     )
     return tf.Gemma3ForConditionalGeneration(config)
+
+
+def bart() -> nn.Module:
+    config = tf.BartConfig(
+        vocab_size=30, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, encoder_layers=1,
+        encoder_attention_heads=2, encoder_ffn_dim=16, max_position_embeddings=32, pad_token_id=0, is_decoder=True,
+        is_encoder_decoder=False,
+    )  # fmt: skip
+    return tf.BartForCausalLM(config)
+
+
+def xlnet() -> nn.Module:
+    return tf.XLNetLMHeadModel(tf.XLNetConfig(vocab_size=30, d_model=16, n_head=2, n_layer=1, d_inner=16))
+
+
+def regression(problem: str | None = "regression", targets: int = 3) -> nn.Module:
+    config = tf.BertConfig(**tiny(num_labels=targets), problem_type=problem)
+    return randomise(tf.BertForSequenceClassification(config))
 
 
 class Wrapped(nn.Module):

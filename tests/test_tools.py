@@ -1,12 +1,54 @@
-"""The tool that measures the tests: which room it finds changed, and what it says of what it tried."""
+"""The scripts beside headprune: sections of documents, licences, and the tool that measures the tests."""
 
+from __future__ import annotations
+
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
 import mutations
 import pytest
+from document import replace_section
 
-ROOT = Path(__file__).parents[1]
+
+def test_a_section_is_replaced_and_the_rest_stays(tmp_path):
+    path = tmp_path / "docs" / "b.md"
+    replace_section(path, "first", "one")
+    path.write_text("# Title\n\n" + path.read_text() + "\nBy hand.\n")
+    replace_section(path, "second", "two")
+    replace_section(path, "first", r"three \1 | x |")
+    assert path.read_text() == (
+        "# Title\n\n<!-- first -->\n\nthree \\1 | x |\n\n<!-- /first -->\n\nBy hand.\n\n"
+        "<!-- second -->\n\ntwo\n\n<!-- /second -->\n"
+    )
+    before = path.read_text()
+    replace_section(path, "second", "two")
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("broken", ["<!-- a -->\n", "<!-- /a --><!-- a -->\n", "<!-- a --><!-- a --><!-- /a -->\n"])
+def test_broken_marks_are_refused_and_nothing_is_written(tmp_path, broken):
+    path = tmp_path / "b.md"
+    path.write_text(broken)
+    with pytest.raises(ValueError, match="once each"):
+        replace_section(path, "a", "new")
+    assert path.read_text() == broken
+
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "licences.md").read_text()
+
+
+def test_every_pinned_package_has_a_line() -> None:
+    for pin in (ROOT / "constraints.txt").read_text().split():
+        name, _, version = pin.partition("==")
+        assert f"| {name} | {version} | " in PAGE, f"{pin}: run `make licences`"
+    assert not [line for line in PAGE.splitlines() if "not known" in line and line.endswith("| yes |")]
+
+
+@pytest.mark.slow
+def test_the_page_is_what_the_script_writes() -> None:
+    assert runpy.run_path(str(ROOT / "tools" / "licences.py"))["written"](PAGE) == PAGE
 
 
 def test_shares() -> None:
