@@ -113,14 +113,14 @@ def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "
     """
     if output is not None:
         folder = RunFolder(output)
-        check_free(folder, overwrite or folder.left_by(key))
+        check_free(folder, overwrite or folder.left_by == key)
         return folder
     stem = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
     for n in count(1):
         folder = RunFolder(REPORTS / f"{stem}-{n}")
         folder.settle()
-        mine = folder.command is None or folder.left_by(key)
-        if mine and (folder.empty or folder.left_by(key)) and not folder.in_use:
+        free = folder.left_by == key or (folder.left_by is None and folder.empty)
+        if free and not folder.in_use:
             break
     return folder
 

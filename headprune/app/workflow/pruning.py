@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -19,18 +19,18 @@ from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
 from headprune.app.workflow import results, search
 from headprune.app.workflow.cost import announce, cost_of_pruning, cost_of_scores
-from headprune.app.workflow.saving import dense_weights, publish, store_of, was_published
+from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, check_same, inputs, open_scene
 from headprune.app.workflow.search import PruneConfig
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError, first_line, is_of_the_disk
 from headprune.exporting import format_named
-from headprune.fingerprint import config_hash, fingerprint, processor_hash
+from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
 from headprune.inputs import model_device
 from headprune.parallel import current
 from headprune.plan_search import SearchResult
 from headprune.scoring import HeadScores, save_scores, score
 from headprune.scoring.base import Settings, method_and_settings
-from headprune.store import Store
+from headprune.store import Store, digest
 
 
 def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Scene, list[HeadScores]]:
@@ -39,14 +39,14 @@ def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Sc
     scene = open_scene(options, console, labelled=None)
     run = run_document(scene, methods, folder)
     announce(console, lambda: cost_of_scores(scene))
-    scores, before = score_all(scene, methods, folder, console)
+    scores, store = score_all(scene, methods, folder, console)
 
     def write() -> None:
         content = RunFolder(folder.unfinished / "content")
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
-        write_heads(scene, store_of(folder, "score", scene, say=lambda _: None), content, console)
-        content.write_run(replace(run, seconds=(round(before + time.monotonic() - started, 1),)))
+        write_heads(scene, store, content, console)
+        content.write_run(replace(run, seconds=(round(store.seconds + time.monotonic() - started, 1),)))
         publish(folder, content)
 
     current().first("writing the run", write)
@@ -55,10 +55,10 @@ def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Sc
 
 def score_all(
     scene: Scene, methods: Sequence[str], folder: RunFolder, console: Console
-) -> tuple[list[HeadScores], float]:
-    """The scores by every method, and the seconds that interrupted runs took of them."""
+) -> tuple[list[HeadScores], Store]:
+    """The scores by every method, and where they are kept."""
     if not methods:
-        return [], 0.0
+        return [], Store()
     batches = list(scene.parts.score.batches())
     options, base = scene.options, Settings(keep=scene.options.keep)
     store = store_of(folder, "score", scene, say=console.say)
@@ -74,7 +74,7 @@ def score_all(
         s.details["seconds"] = round(time.monotonic() - began, 2)
         return HeadScores.from_json(s.to_json(), scene.maskable)  # as `prune` will read it
 
-    return [store.get(text, partial(score_by, text)) for text in methods], store.seconds
+    return [store.get(text, partial(score_by, text)) for text in methods], store
 
 
 def write_heads(scene: Scene, store: Store, content: RunFolder, console: Console) -> None:
@@ -189,9 +189,9 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
     methods = config.methods if source else config.methods_to_score
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
-    seconds_scoring = 0.0
+    scored = Store()
     if source is None:
-        scores, seconds_scoring = score_all(scene, methods, folder, console)
+        scores, scored = score_all(scene, methods, folder, console)
     # What is only measured there changes no other result, but nothing may be trained on it.
     also = [part.content_hash() for part in scene.parts.also]
     candidates = config.candidates(scores)
@@ -201,7 +201,11 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
     assert store.folder is not None
     content = RunFolder(store.folder / "content")
     result_name = f"{store.folder.name} {[*also, *config.exports]}"
-    if current().first("published before", lambda: was_published(folder, result_name) and not content.path.exists()):
+
+    def was_published() -> bool:
+        return folder.store().known("published") == result_name and not content.path.exists()
+
+    if current().first("published before", was_published):
         return documents.Metrics.read(folder.metrics_path)  # this command was killed while it moved its files
     context = results.PruneContext(config, scene, search.trials_of(scene, config, store), store, content, console)
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
@@ -216,7 +220,7 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
     metrics = _metrics(context, result, environment, curve, pruned_models)
 
     def write() -> None:
-        seconds = round(seconds_scoring + store.seconds + time.monotonic() - started, 1)
+        seconds = round(scored.seconds + store.seconds + time.monotonic() - started, 1)
         document = replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds))
         _write(context, scores, result, metrics, document)
         publish(folder, content, result_name)
@@ -338,3 +342,49 @@ def _times(
         n: store.get(f"{n} {environment}", partial(first, partial(measure, n, make))) for n, make in more.items()
     }
     return {"latency": latencies, **{name: value for name, value in measured.items() if value}}
+
+
+# -- results on disk ---------------------------------------------------------------------------------
+
+
+def store_of(folder: RunFolder, name: str, scene: Scene, *facts: Any, say: Callable[[str], None]) -> Store:
+    """The results of one computation: of this model, data, options and versions.
+
+    Args:
+        name: What it does.
+        facts: What else it depends on.
+    """
+    options = asdict(scene.options)
+    loading = options["loading"]
+    del loading["trust_remote_code"], options["data"]["also"], options["methods"]  # change no number here
+    del loading["device_map"], loading["device_memory"]  # nor does where weights are kept
+    parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
+    device = model_device(scene.model).type
+    return folder.store(say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
+
+
+def publish(folder: RunFolder, content: RunFolder, name: str = "") -> None:
+    """Write the report of a complete run, and put all of it in the place of what is there.
+
+    Args:
+        name: Of the result, by which a command that was killed since knows that it was the last one here.
+
+    Raises:
+        HeadPruneError: The report could not be written; all else is in its place. Or the disk is full: then nothing is, and what was
+            there stays.
+    """
+    trouble: Exception | None = None
+    try:
+        report.write(content)
+    except Exception as error:
+        if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
+            raise
+        trouble = error
+    folder.store().keep("published", name)
+    folder.publish(content.path)
+    if trouble is not None:
+        folder.clear_unfinished()  # nothing of it is needed
+        raise HeadPruneError(
+            f"The report could not be written ({type(trouble).__name__}: {first_line(trouble)}); all else is in {folder.path}.",
+            f"`headprune report {folder.path}` tries again.",
+        ) from trouble
