@@ -29,7 +29,7 @@ from headprune.plan_search import (
     may_add_biases,
     subject_of,
 )
-from headprune.planning import AUTO, check_strategy, needs_scores
+from headprune.planning import AUTO, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import Keep, PruningPlan
 from headprune.running import Progress
@@ -127,7 +127,6 @@ def _search(
     """What `find_plans` finds with scores that were given, or are made here, on batches that were given, or are set aside here."""
     constraints_of(options, maskable_of(model, layers))
     effort_named(options.effort)
-    check_strategy(options.strategy)
     known = [scores] if isinstance(scores, HeadScores) else list(scores or ())
     methods = methods_for(options.strategy) if scores is None else ()
     if needs_scores(options.strategy) and not (known or methods):

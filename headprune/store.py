@@ -29,7 +29,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -168,12 +167,6 @@ class Store:
         if self.folder is not None:
             current().first(f"forgetting {name}", partial(self._path(name).unlink, missing_ok=True))
 
-    def clear(self) -> None:
-        """Remove all results."""
-        self._memory.clear()
-        if self.folder is not None:
-            current().first("forgetting all", partial(shutil.rmtree, self.folder, ignore_errors=True))
-
     def _find(self, name: str) -> tuple[Any, ...]:
         """What is kept under a name, alone in a tuple; () if there is nothing, or a damaged file."""
         if self.folder is None:
@@ -224,11 +217,7 @@ def traits(model: nn.Module) -> list[Any]:
         config.to_dict() if hasattr(config, "to_dict") else None,
         {name: type(module) for name, module in modules.items()},
         {name: buffer for name, buffer in model.named_buffers() if name not in saved},
-        {
-            k: v
-            for k, v in attributes.items()
-            if not k.endswith(".training") and isinstance(v, bool | int | float | str)
-        },
+        {k: v for k, v in attributes.items() if k[-9:] != ".training" and isinstance(v, bool | int | float | str)},
     ]
 
 

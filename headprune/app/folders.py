@@ -61,9 +61,8 @@ class Folder:
     @property
     def empty(self) -> bool:
         """Whether it holds nothing for readers."""
-        if not self.path.is_dir():
-            return not self.path.exists()
-        return all(p.name in OWN for p in self.path.iterdir())
+        path = self.path
+        return not path.exists() or (path.is_dir() and all(entry.name in OWN for entry in path.iterdir()))
 
     @property
     def in_use(self) -> bool:
@@ -205,14 +204,13 @@ def claimed(
             ranks.first("beginning", partial(_begin, folder, key, command, resume, say))
             yield folder
             ranks.gather("through", None)
-        except KeyboardInterrupt as error:
-            keep = _worth_keeping(folder.unfinished)
-            kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
-            raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
         except BaseException as error:
             if ranks.main and isinstance(error, HeadPruneError):
                 folder.store().keep("key", None)
-            keep = _worth_keeping(folder.unfinished)
+            keep = any(path.is_file() for path in folder.unfinished.glob("*/**/*"))  # what is not in a folder are notes
+            if isinstance(error, KeyboardInterrupt):
+                kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
+                raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
             raise
         finally:
             if ranks.main and not keep:
@@ -226,11 +224,11 @@ def _take(choose: Callable[[], AnyFolder], command: str, lock: ExitStack) -> Any
         with ExitStack() as stack:
             try:
                 stack.enter_context(folder.locked(command))
+                folder.settle()
             except BusyError:
                 if choose() == folder:
                     raise
                 continue  # it was free when it was chosen, and there are others
-            folder.settle()
             if choose() == folder:
                 folder.check_idle()  # now, not only when the long work is done
                 lock.push(stack.pop_all())
@@ -249,11 +247,6 @@ def _begin(folder: Folder, key: str, command: str, resume: bool, say: Callable[[
         )
     store.keep("command", command)
     store.keep("key", key)
-
-
-def _worth_keeping(unfinished: Path) -> bool:
-    """Whether it holds more than notes, which are in no folder of a computation."""
-    return any(path.is_file() for path in unfinished.glob("*/**/*"))
 
 
 def _remove(path: Path) -> None:

@@ -137,16 +137,13 @@ class Search:
     effort: Effort = EFFORTS["normal"]
     loss_fn: LossFn | None = None
 
-    def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
+    def units(self) -> list[list[Unit]]:
         """The units of every layer that may go, those with the least score first.
-
-        Args:
-            scores: In place of the search's own.
 
         Raises:
             HeadPruneError: There are no scores, or some are not finite.
         """
-        scores = scores or self.scores
+        scores = self.scores
         if scores is None:
             raise HeadPruneError("This strategy needs scores.", "Score the model first.")
         if not scores.flat().isfinite().all():

@@ -51,8 +51,7 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
         ridge: Strength of the pull towards the old weights; infinite for the old weights; by default the best one of `RIDGES`
             by cross-validation, or the old weights.
     """
-    xx, xy = (m.cpu() for m in moments.rows_of(kept))
-    yy = moments.yy.cpu()
+    xx, xy, yy = moments.rows_of(kept)
     old = projection.weight.cpu()[kept], projection.bias.cpu()
     chosen, held_out = ridge, None
     if chosen is None:
@@ -149,8 +148,7 @@ def fit_values(
     """
     rank = further.shape[1]
     index = inputs_of_heads(projection, values, heads, rank)
-    xx, xy = (m.cpu() for m in moments.rows_of(index.flatten()))
-    yy = moments.yy.cpu()
+    xx, xy, yy = moments.rows_of(index.flatten())
     start = _ValueSolver(projection, values, heads, rank)
     all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     chosen, held_out = ridge, None

@@ -46,10 +46,10 @@ class Moments:
         self.xy[fold] += (weighted @ y).to(self.xy)
         self.yy[fold] += (y**2 * weight).sum().to(self.yy)
 
-    def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """What concerns the inputs that stay, and the 1 behind them."""
+    def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums ``xx``, ``xy`` and ``yy`` of the inputs that stay, and the 1 behind them, on the CPU."""
         both = torch.cat([kept, torch.tensor([self.xx.shape[-1] - 1])]).to(self.xx.device)
-        return self.xx[:, both][:, :, both], self.xy[:, both]
+        return self.xx[:, both][:, :, both].cpu(), self.xy[:, both].cpu(), self.yy.cpu()
 
     def of_fold(self, fold: int) -> Moments:
         """Of one fold's tokens: for fits of a strength that is given."""
@@ -106,18 +106,19 @@ class Values:
         return self.columns.shape[1]
 
 
-def at(index: Tensor, device: torch.device) -> Tensor:
-    """An index where the numbers are that it picks; copied there once, since every copy waits for a GPU."""
-    if index.device == device:
-        return index
-    copies: dict[torch.device, Tensor] = _COPIES.get(index) or {}
-    _COPIES[index] = copies
-    if device not in copies:
-        copies[device] = index.to(device)
-    return copies[device]
+def at(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """An index, or a factor, where the numbers are that it is used with; copied there once, since every copy waits for a GPU."""
+    dtype = dtype or tensor.dtype
+    if (tensor.device, tensor.dtype) == (device, dtype):
+        return tensor
+    copies: dict[Any, Tensor] = _COPIES.get(tensor) or {}
+    _COPIES[tensor] = copies
+    if (device, dtype) not in copies:
+        copies[device, dtype] = tensor.to(device, dtype)
+    return copies[device, dtype]
 
 
-_COPIES: MutableMapping[Tensor, dict[torch.device, Tensor]] = WeakTensorKeyDictionary()
+_COPIES: MutableMapping[Tensor, dict[Any, Tensor]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)

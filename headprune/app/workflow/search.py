@@ -13,7 +13,7 @@ from headprune.app.workflow.scene import Console, Scene, budget_input
 from headprune.budgets import Budget, Fit
 from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError, ScoresError
-from headprune.evaluation import measurable
+from headprune.evaluation import interval, measurable
 from headprune.options import SearchOptions
 from headprune.plan_search import SearchResult
 from headprune.planning import AUTO, Order, Search, abouts, arrange, needs_scores
@@ -241,6 +241,11 @@ def trade_off(
     curve = []
     with console.track("trade-off on the choosing part") as progress:
         for i, (name, plan) in enumerate(jobs):
-            curve.append(Point(**trials.point(name, plan)))
+            measured = trials.measure(plan.drop)
+            low, high = interval(measured, trials.metric)
+            value, loss = measured.metrics[trials.metric], measured.metrics["loss"]
+            curve.append(
+                Point(method=name, kept=plan.kept, asked=plan.asked, value=value, low=low, high=high, loss=loss)
+            )
             progress(i + 1, len(jobs))
     return curve
