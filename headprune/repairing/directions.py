@@ -112,9 +112,13 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
         def on_value(name: str, x: Tensor, out: Tensor) -> None:
             kind = runner.layer(name).kind
             # A cross-attention's values are of the encoder's tokens.
-            real = runner.places(x, batch, "encoder" if kind == "cross" else kind, known)
+            kind = "encoder" if kind == "cross" else kind
+            key = kind, x.shape[:-1], x.device
+            if key not in known:  # a GPU is waited for once where several layers have the same tokens
+                real = runner.real(x, batch, kind)
+                known[key] = None if real is None else real.nonzero().flatten()
             flat = widened(x.detach()).reshape(-1, x.shape[-1])
-            flat = flat if real is None else flat[real]
+            flat = flat if known[key] is None else flat[known[key]]
             flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
             seen[name] = seen.get(name, 0.0) + doubled(flat.T @ flat)
 

@@ -88,12 +88,9 @@ def _held_out(xx: Tensor, xy: Tensor, yy: Tensor, old: tuple[Tensor, Tensor], ha
 def _solved(xx: Tensor, xy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> tuple[Tensor, Tensor]:
     """Ridge regression towards the old weights, the bias free: ``W [in, out]``, ``b [out]``."""
     a, c, mean_x, mean_y = centred(xx, xy, has_bias)
-    if not len(a):
-        return old[0], mean_y if has_bias else old[1]
-    strength = ridge * float(a.diagonal().mean())
-    if strength <= 0:  # inputs that never change
-        return old[0], mean_y - mean_x @ old[0] if has_bias else old[1]
-    weight = torch.linalg.solve(a + strength * torch.eye(len(a), dtype=a.dtype), c + strength * old[0])
+    weight, strength = old[0], ridge * float(a.diagonal().mean())
+    if strength > 0:  # there are inputs, and they change
+        weight = torch.linalg.solve(a + strength * torch.eye(len(a), dtype=a.dtype), c + strength * old[0])
     return weight, mean_y - mean_x @ weight if has_bias else old[1]
 
 
