@@ -9,8 +9,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from headprune import latency
 from headprune.app import documents, report, runs
 from headprune.app.data import Part, load_also
@@ -207,17 +205,16 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
 
     if current().first("published before", was_published):
         return documents.Metrics.read(folder.metrics_path)  # this command was killed while it moved its files
-    context = results.PruneContext(config, scene, search.trials_of(scene, config, store), store, content, console)
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
-    result = _search(context, candidates, environment)
+    trials = search.trials_of(scene, config, store)
+    context = results.PruneContext(config, scene, trials, store, content, console, environment)
+    result = _search(context, candidates)
     controls = search.random_orders(scene, config, result.fits)
     for note in dict.fromkeys(note for fit in result.fits for note in fit.plan.notes):
         console.say(note)
-    curve = search.trade_off(
-        search.curves(config, result, context.trials), controls, result.fits, context.trials, console
-    )
+    curve = search.trade_off(search.curves(config, result, trials), controls, result.fits, trials, console)
     pruned_models = [results.carry_out(fit, controls, context) for fit in result.fits]
-    metrics = _metrics(context, result, environment, curve, pruned_models)
+    metrics = _metrics(context, result, curve, pruned_models)
 
     def write() -> None:
         seconds = round(scored.seconds + store.seconds + time.monotonic() - started, 1)
@@ -238,9 +235,7 @@ def _write(
 ) -> None:
     """Write the documents of a run, all but its report, beside its checkpoints."""
     source, content = context.config.source, context.content
-    if source is not None and source.scores_path.exists():
-        shutil.copyfile(source.scores_path, content.scores_path)
-    elif scores:
+    if scores:
         save_scores(content.scores_path, scores)
     if source is not None and source.heads_path.exists():
         shutil.copyfile(source.heads_path, content.heads_path)
@@ -253,9 +248,7 @@ def _write(
     report.write_cards(content)
 
 
-def _search(
-    context: results.PruneContext, scores: Sequence[HeadScores], environment: documents.Environment
-) -> SearchResult:
+def _search(context: results.PruneContext, scores: Sequence[HeadScores]) -> SearchResult:
     """The search, as it was when it first ended: what was timed is not timed again, but on another machine."""
     config = context.config
 
@@ -265,15 +258,14 @@ def _search(
         return replace(result, fits=tuple(fits.values()))
 
     timed = any(budget.timed for budget in config.search.budgets)
-    return context.store.get(f"search {environment}" if timed else "search", find)
+    return context.store.get(f"search {context.environment}" if timed else "search", find)
 
 
 def _metrics(
     context: results.PruneContext,
     result: SearchResult,
-    environment: documents.Environment,
     curve: Sequence[documents.Point],
-    pruned_models: Sequence[tuple[documents.BudgetResult, nn.Module]],
+    pruned_models: Sequence[results.CarriedOut],
 ) -> documents.Metrics:
     """What metrics.json says, with the times and the exports, which are made here."""
     scene, metric = context.scene, context.scene.metric
@@ -284,7 +276,7 @@ def _metrics(
 
     metrics = documents.Metrics(
         metric=metric,
-        environment=environment,
+        environment=context.environment,
         planning=context.config.planning(result),
         dense=documents.Dense(
             **vars(measure()),
@@ -299,30 +291,25 @@ def _metrics(
         also=tuple(
             documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also
         ),
-        **_times(context, environment, pruned_models),
+        **_times(context, pruned_models),
     )
 
     def export() -> documents.Metrics:
         models = results.export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))
-        return replace(metrics, exports=models, engines=results.time_exports(context, models, environment))
+        return replace(metrics, exports=models, engines=results.time_exports(context, models))
 
     return current().first("exports", export) if context.config.exports else metrics
 
 
-def _times(
-    context: results.PruneContext,
-    environment: documents.Environment,
-    pruned_models: Sequence[tuple[documents.BudgetResult, nn.Module]],
-) -> dict[str, Any]:
+def _times(context: results.PruneContext, pruned_models: Sequence[results.CarriedOut]) -> dict[str, Any]:
     """What is measured of time, as fields of `Metrics`; on another machine it is measured again."""
-    scene, console, store = context.scene, context.console, context.store
+    scene, console, store, environment = context.scene, context.console, context.store, context.environment
     first = partial(current().first, "timing")  # of several processes one times, while the others wait
     largest = sorted(pruned_models, key=lambda pair: -pair[0].kept)
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
     plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
-    latencies = store.get(
-        f"latency {environment}", partial(first, partial(results.time_models, scene, models, console))
-    )
+    timed = partial(results.time_models, scene, models, console)
+    latencies = store.get(f"latency {environment}", partial(first, timed))
     shapes = inputs(scene)
     prompts = [shape for shape in shapes if shape[1] == shapes[0][1]]  # of median length: they come first
 

@@ -184,20 +184,12 @@ def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> S
 
 def random_orders(scene: Scene, config: PruneConfig, fits: Sequence[Fit]) -> list[Order]:
     """The control: heads drawn at random, under the same constraints."""
-    levels = sorted({f.plan.kept for f in fits})
-    batches = list(scene.parts.score.batches())[:1]
-    return [
-        arrange(
-            Search(
-                scene.maskable,
-                score(scene.model, batches, "random", layers=scene.layers, seed=scene.options.seed + i),
-                plan_search.constraints_of(config.search, scene.maskable),
-            ),
-            "one-shot",
-            levels,
-        )
-        for i in range(RANDOM_DRAWS)
-    ]
+    levels, batches = sorted({f.plan.kept for f in fits}), list(scene.parts.score.batches())[:1]
+    constraints, orders = plan_search.constraints_of(config.search, scene.maskable), []
+    for seed in range(scene.options.seed, scene.options.seed + RANDOM_DRAWS):
+        scores = score(scene.model, batches, "random", layers=scene.layers, seed=seed)
+        orders.append(arrange(Search(scene.maskable, scores, constraints), "one-shot", levels))
+    return orders
 
 
 def curves(config: PruneConfig, result: SearchResult, trials: Trials) -> dict[str, Order]:
