@@ -292,7 +292,7 @@ def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
         inputs: What is timed, and what operations are counted on.
     """
     biases = trials.calibration.new_biases if trials.repair else ()
-    return Subject(trials.model, trials.layers, example, inputs, biases, trials.metric, trials.change_at)
+    return Subject(trials.model, trials.layers, example, inputs, biases, trials.change_at)
 
 
 def may_add_biases(strategy: str, model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:

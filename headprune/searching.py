@@ -138,7 +138,7 @@ def _search(
     metric = _metric(model, others, loss_fn) if by_metric else "loss"
     for budget in options.budgets:
         if budget.kind != "keep":  # to keep all heads is a plan, too
-            budget.check_dense(Subject(model, layers, inputs, inputs, metric=metric))
+            budget.check_dense(Subject(model, layers, inputs, inputs))
     settings: dict[str, Any] = {"loss_fn": loss_fn, "distil": distil, "layers": layers, "seed": options.seed}
     for method in methods:
         with console.track(f"scoring by {method}") as report:

@@ -156,7 +156,6 @@ def _model_of(folder: RunFolder) -> str:
     Raises:
         HeadPruneError: It does not say.
     """
-    folder.settle()
     options = read_json(folder.run_path, "run").get("options")
     model = options.get("model") if isinstance(options, dict) else None
     if not isinstance(model, str):

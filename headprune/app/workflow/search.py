@@ -179,7 +179,7 @@ def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> S
     inputs = budget_input(scene) if budget.timed else scene.typical_input()
     if trials is not None:
         return plan_search.subject_of(trials, scene.example, inputs)
-    return Subject(scene.model, scene.layers, scene.example, inputs, metric=scene.metric)
+    return Subject(scene.model, scene.layers, scene.example, inputs)
 
 
 def random_orders(scene: Scene, config: PruneConfig, fits: Sequence[Fit]) -> list[Order]:
