@@ -162,8 +162,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             if type(value) is dict and name[0] != "_" and any(isinstance(v, Tensor) for v in value.values()):
                 value.clear()  # tensors kept from earlier calls have no graph
         for module in modules:
-            _restore_later(stack, module._buffers)
             _restore_later(stack, vars(module))
+            if not module._buffers:  # a compiled script has something else there
+                continue
+            _restore_later(stack, module._buffers)
             for name, buffer in module._buffers.items():
                 if buffer is not None:  # a forward may write into it, so it gets a copy
                     module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
