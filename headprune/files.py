@@ -116,7 +116,6 @@ CHECKSUM = "checksum"
 
 _DEEPEST = 100  # values within values, of a document
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-_NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 # Whole numbers in a list go on one line, as a person would write the heads of a layer. JSON escapes line ends within
 # strings, so what spans lines is never part of one.
 _INTEGERS = re.compile(r"\[\n\s*-?\d+(?:,\n\s*-?\d+)*\n\s*\]")
@@ -280,7 +279,7 @@ def _plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": _NAMES.get(value, "NaN")}
+        return float(value) if math.isfinite(value) else {"float": json.dumps(float(value))}
     if isinstance(value, Mapping):
         if wrong := [key for key in value if not isinstance(key, str)]:
             raise HeadPruneError(f"In {where}, {wrong[0]!r} is no name for a value in JSON.", "Please report this.")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psutil
 import torch
+from accelerate.utils.memory import clear_device_cache
 
 from headprune.errors import HeadPruneError
 
@@ -67,7 +67,5 @@ class _Attempt:
             ) from error
         self.failed = True
         del error, trace
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        clear_device_cache(garbage_collection=True)
         return True

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from torch import nn
 
+from headprune.amounts import flops
 from headprune.attention import AttentionLayer
 from headprune.budgets import Budget, Fit
 from headprune.budgets.subject import Subject
@@ -216,8 +217,8 @@ def _affordable(
     work: dict[str, Work] = {}
     for name, (strategy, scores) in sources.items():
         cost = work_of(start.search, lambda: trials.calibration, strategy, start.levels, len(start.kinds))
-        if strategy == "re-scored" and chosen and not effort.allows(cost):
-            why = f"it would take about {cost}, and at effort {effort.name} an order may take {effort.limit}"
+        if strategy == "re-scored" and chosen and effort.flops is not None and cost.flops > effort.flops:
+            why = f"it would take about {cost}, and at effort {effort.name} an order may take {flops(effort.flops, 3)}"
             work[name] = replace(cost, left_out=why)
             console.say(f"Not tried: {name}, since {why} (--effort high, or --strategy {name}).")
             continue
@@ -291,7 +292,7 @@ def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
         inputs: What is timed, and what operations are counted on.
     """
     biases = trials.calibration.new_biases if trials.repair else ()
-    return Subject(trials.model, trials.layers, example, inputs, biases, trials.metric, trials.change_at)
+    return Subject(trials.model, trials.layers, example, inputs, biases, trials.change_at)
 
 
 def may_add_biases(strategy: str, model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:

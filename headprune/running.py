@@ -60,13 +60,11 @@ def quiet(model: nn.Module, *, exact: bool = True, attributes: bool = True) -> I
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for every module while the context lasts; afterwards each module has its own mode again."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
         yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager
@@ -112,76 +110,66 @@ def _set_for_a_while(stack: ExitStack, place: Any, name: str, value: object) -> 
         setattr(place, name, value)
 
 
+def _restore_later(stack: ExitStack, held: dict[Any, Any]) -> None:
+    """What a dict holds now, it will hold again."""
+    stack.callback(held.update, dict(held))
+    stack.callback(held.clear)
+
+
 @contextmanager
 def uncached(model: nn.Module) -> Iterator[None]:
     """No key/value cache: no text is generated, and a block that runs twice would find its own keys in it."""
     # A decoder may have a config of its own.
     configs: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
-    caching = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
-    try:
-        for config in caching:
-            config.use_cache = False
+    with ExitStack() as stack:
+        for config in configs.values():
+            if getattr(config, "use_cache", None) is True:
+                _set_for_a_while(stack, config, "use_cache", False)
         yield
-    finally:
-        for config in caching:
-            config.use_cache = True
 
 
 @contextmanager
 def exact_attention(model: nn.Module) -> Iterator[None]:
     """Replace every module that needs a stand-in while the context lasts."""
-    stand_ins: dict[int, nn.Module] = {}
-    swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    # nn.TransformerEncoder's nested tensors only work with the fused kernel, which a stand-in does not use.
-    nested = [(m, m.use_nested_tensor) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
-    try:
-        for encoder, _ in nested:
-            encoder.use_nested_tensor = False
+    stand_ins: dict[int, nn.Module | None] = {}
+    with ExitStack() as stack:
         for parent in list(model.modules()):
+            if isinstance(parent, nn.TransformerEncoder):  # nested tensors only work with the fused kernel
+                _set_for_a_while(stack, parent, "use_nested_tensor", False)
             for name, child in list(parent.named_children()):
                 if id(child) not in stand_ins:
-                    stand_in = convert(child)
-                    if stand_in is None:
-                        continue
-                    stand_ins[id(child)] = stand_in
-                swapped.append((parent, name, child))
-                parent._modules[name] = stand_ins[id(child)]
+                    stand_ins[id(child)] = convert(child)
+                if (stand_in := stand_ins[id(child)]) is not None:
+                    stack.callback(parent._modules.__setitem__, name, child)
+                    parent._modules[name] = stand_in
         yield
-    finally:
-        for parent, name, child in reversed(swapped):
-            parent._modules[name] = child
-        for encoder, used in nested:
-            encoder.use_nested_tensor = used
 
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules afterwards: one such as D2L's ``attention_weights`` would hold the traced graph."""
-    before = [(m, dict(m.__dict__)) for m in model.modules()]
-    every = [(name, value) for _, attributes in before for name, value in attributes.items()]
-    caches = [(v, dict(v)) for k, v in every if type(v) is dict and k[0] != "_"]
-    lists = [(v, list(v)) for _, v in every if type(v) is list]
-    buffers = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
-    # A model may register hooks on its first run (transformers' `capture_outputs`), and note that in an attribute. Both are
-    # restored, or a later run would register the hooks once more.
-    hooks = [(v, dict(v)) for k, v in every if "_hooks" in k and isinstance(v, dict)]
+    modules = list(model.modules())
+    every = [(name, value) for module in modules for name, value in vars(module).items()]
     copies: dict[int, Tensor] = {}
-    for held, content in buffers:  # a forward may write into them, so it gets copies
-        held.update({k: copies.setdefault(id(b), b.detach().clone()) for k, b in content.items() if b is not None})
-    for cache, content in caches:  # tensors kept from earlier calls have no graph
-        if any(isinstance(v, Tensor) for v in content.values()):
-            cache.clear()
-    try:
+    with ExitStack() as stack:
+        for name, value in every:
+            # A model may register hooks on its first run (transformers' `capture_outputs`), and note that in an attribute. Both are
+            # restored, or a later run would register the hooks once more.
+            if (type(value) is dict and name[0] != "_") or (isinstance(value, dict) and "_hooks" in name):
+                _restore_later(stack, value)
+            elif type(value) is list:
+                stack.callback(value.__setitem__, slice(None), list(value))
+            if type(value) is dict and name[0] != "_" and any(isinstance(v, Tensor) for v in value.values()):
+                value.clear()  # tensors kept from earlier calls have no graph
+        for module in modules:
+            _restore_later(stack, vars(module))
+            if not module._buffers:  # a compiled script has something else there
+                continue
+            _restore_later(stack, module._buffers)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:  # a forward may write into it, so it gets a copy
+                    module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield
-    finally:
-        for module, attributes in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for cache, content in (*caches, *buffers, *hooks):
-            cache.clear()
-            cache.update(content)
-        for items, were in lists:
-            items[:] = were
 
 
 # -- what some passes need besides ----------------------------------------------------------------
@@ -192,13 +180,10 @@ def config_kept(model: nn.Module) -> Iterator[None]:
     """Leave a model's configs as they are: classifiers note their ``problem_type`` in it when they first compute a loss."""
     every = (getattr(module, "config", None) for module in model.modules())
     configs: dict[int, Any] = {id(c): c for c in every if hasattr(c, "to_dict") and not isinstance(c, type)}
-    before = [(config, dict(vars(config))) for config in configs.values()]
-    try:
+    with ExitStack() as stack:
+        for config in configs.values():
+            _restore_later(stack, vars(config))
         yield
-    finally:
-        for config, values in before:
-            vars(config).clear()
-            vars(config).update(values)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from headprune.plan_search import (
     may_add_biases,
     subject_of,
 )
-from headprune.planning import AUTO, check_strategy, needs_scores
+from headprune.planning import AUTO, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import Keep, PruningPlan
 from headprune.running import Progress
@@ -127,7 +127,6 @@ def _search(
     """What `find_plans` finds with scores that were given, or are made here, on batches that were given, or are set aside here."""
     constraints_of(options, maskable_of(model, layers))
     effort_named(options.effort)
-    check_strategy(options.strategy)
     known = [scores] if isinstance(scores, HeadScores) else list(scores or ())
     methods = methods_for(options.strategy) if scores is None else ()
     if needs_scores(options.strategy) and not (known or methods):
@@ -139,7 +138,7 @@ def _search(
     metric = _metric(model, others, loss_fn) if by_metric else "loss"
     for budget in options.budgets:
         if budget.kind != "keep":  # to keep all heads is a plan, too
-            budget.check_dense(Subject(model, layers, inputs, inputs, metric=metric))
+            budget.check_dense(Subject(model, layers, inputs, inputs))
     settings: dict[str, Any] = {"loss_fn": loss_fn, "distil": distil, "layers": layers, "seed": options.seed}
     for method in methods:
         with console.track(f"scoring by {method}") as report:

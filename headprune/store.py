@@ -29,10 +29,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -46,9 +45,9 @@ from safetensors.torch import load as tensors_of
 from safetensors.torch import save as bytes_of
 from torch import Tensor, nn
 
+from headprune import files
 from headprune.errors import HeadPruneError, first_line
-from headprune.files import write_file
-from headprune.fingerprint import fingerprint
+from headprune.fingerprint import fingerprint, tensor_bytes
 from headprune.parallel import current
 
 T = TypeVar("T")
@@ -73,8 +72,8 @@ class Store:
         self.folder, self._say = folder, say
         self._memory: dict[str, Any] = {}
         self._began = time.monotonic()
-        files = map(_read, folder.glob(f"*{SUFFIX}") if folder else ())
-        self.seconds = max((file[0]["seconds"] for file in files if file), default=0.0)
+        heads = [_read(path)[0] for path in (folder.glob(f"*{SUFFIX}") if folder else ())]
+        self.seconds = max((head["seconds"] for head in heads if head), default=0.0)
 
     def keyed(self, name: str, *facts: Any) -> Store:
         """The store of one computation, in a folder of its own; in memory, if this one is.
@@ -149,18 +148,13 @@ class Store:
         if self.folder is None:
             self._memory[name] = value
             return value
-        tensors: dict[str, Tensor] = {}
-
-        def put(tensor: Tensor) -> str:
-            key = str(len(tensors))
-            tensors[key] = tensor.detach().cpu().contiguous().clone()
-            return key
-
+        parts: list[Tensor] = []
         seconds = round(self.seconds + time.monotonic() - self._began, 1)
-        head = json.dumps({"name": name, "seconds": seconds, "value": _plain(value, put, _refused, name)})
+        head = json.dumps({"name": name, "seconds": seconds, "value": _plain(value, parts, _refused, name)})
+        tensors = {str(i): tensor.detach().cpu().contiguous().clone() for i, tensor in enumerate(parts)}
         content = head.encode() + b"\n" + bytes_of(tensors)
         try:
-            write_file(self._path(name), hashlib.sha256(content).digest() + content)
+            files.write_file(self._path(name), hashlib.sha256(content).digest() + content)
         except OSError as error:
             hint = "Make room, then run the same command again: what was finished is kept."
             raise HeadPruneError(f"{name} cannot be kept: {first_line(error)}.", hint) from error
@@ -173,18 +167,12 @@ class Store:
         if self.folder is not None:
             current().first(f"forgetting {name}", partial(self._path(name).unlink, missing_ok=True))
 
-    def clear(self) -> None:
-        """Remove all results."""
-        self._memory.clear()
-        if self.folder is not None:
-            current().first("forgetting all", partial(shutil.rmtree, self.folder, ignore_errors=True))
-
     def _find(self, name: str) -> tuple[Any, ...]:
         """What is kept under a name, alone in a tuple; () if there is nothing, or a damaged file."""
         if self.folder is None:
             return (self._memory[name],) if name in self._memory else ()
         with suppress(Exception):  # whatever it holds: it is made again
-            head, tensors = _read(self._path(name)) or ({}, b"")
+            head, tensors = _read(self._path(name))
             if head["name"] == name:
                 return (_restored(head["value"], tensors_of(tensors)),)
         return ()
@@ -195,15 +183,15 @@ class Store:
         return self.folder / f"{words}-{hashlib.sha256(name.encode()).hexdigest()[:12]}{SUFFIX}"
 
 
-def _read(path: Path) -> tuple[dict[str, Any], bytes] | None:
-    """A file's name, seconds and value, and the bytes of its tensors; None if there is none, or a damaged one."""
+def _read(path: Path) -> tuple[dict[str, Any], bytes]:
+    """A file's name, seconds and value, and the bytes of its tensors; all empty if there is none, or a damaged one."""
     with suppress(OSError, LookupError, TypeError, ValueError, RecursionError):
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() == content[:32]:
             line, _, tensors = content[32:].partition(b"\n")
             head = json.loads(line)
             return {**head, "seconds": float(head["seconds"])}, tensors
-    return None
+    return {}, b""
 
 
 def digest(*values: Any) -> str:
@@ -211,68 +199,61 @@ def digest(*values: Any) -> str:
 
     What cannot be compared with others, such as a function, gets another hash each time.
     """
-
-    def put(tensor: Tensor) -> str:
-        about = f"{tuple(tensor.shape)}:{tensor.dtype}"
-        if tensor.device.type == "meta" or not tensor.numel():
-            return about
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return f"{about}:{hashlib.sha256(flat.numpy().data).hexdigest()}"
-
     facts = [[fingerprint(value), traits(value)] if isinstance(value, nn.Module) else value for value in values]
-    return hashlib.sha256(json.dumps(_plain(facts, put, _named, "")).encode()).hexdigest()[:16]
+    tensors: list[Tensor] = []
+    parts: list[str | memoryview] = [json.dumps(_plain(facts, tensors, _named, ""))]
+    for tensor in tensors:
+        content = tensor_bytes(tensor) if tensor.numel() and not tensor.is_meta else ""
+        parts += [f"{tuple(tensor.shape)}:{tensor.dtype}:", content]
+    return files.digest(parts)
 
 
 def traits(model: nn.Module) -> list[Any]:
     """What a model computes with beside its weights: config, its modules' classes, buffers that are not saved, plain attributes."""
-    saved = set(model.state_dict())
+    modules, saved = dict(model.named_modules()), set(model.state_dict())
+    attributes = {f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()}
     config: Any = getattr(model, "config", None)
-    attributes = [
-        (f"{name}.{key}", value) for name, module in model.named_modules() for key, value in vars(module).items()
-    ]
     return [
         config.to_dict() if hasattr(config, "to_dict") else None,
-        {name: type(module) for name, module in model.named_modules()},
+        {name: type(module) for name, module in modules.items()},
         {name: buffer for name, buffer in model.named_buffers() if name not in saved},
-        {k: v for k, v in attributes if not k.endswith(".training") and isinstance(v, bool | int | float | str)},
+        {k: v for k, v in attributes.items() if k[-9:] != ".training" and isinstance(v, bool | int | float | str)},
     ]
 
 
 # -- values as a file holds them ---------------------------------------------------------------------
 
 
-def _plain(value: Any, put: Callable[[Tensor], str], other: Callable[[Any, str], Any], where: str) -> Any:
-    """A value as JSON can hold it.
+def _plain(value: Any, tensors: list[Tensor], other: Callable[[Any, str], Any], where: str) -> Any:
+    """A value as JSON can hold it: None, numbers and texts as they are, all else as [what it is, what is in it].
 
     Args:
-        put: Gives the name that stands for a tensor.
+        tensors: Gets those in it, for which their numbers stand.
         other: Gives what stands for a value of any other kind.
         where: The value's name, for errors.
     """
 
-    def part(name: Any, each: Any) -> Any:
-        return _plain(each, put, other, f"{where} › {name}")
+    def parts(values: Iterable[tuple[Any, Any]]) -> list[Any]:
+        return [_plain(each, tensors, other, f"{where} › {name}") for name, each in values]
 
+    kind = type(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Tensor):
-        return {"~tensor": put(value)}
+        tensors.append(value)
+        return ["tensor", str(len(tensors) - 1)]
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {"~array": put(torch.from_numpy(value.copy()))}
+        return ["array", parts([("its numbers", torch.from_numpy(value.copy()))])]
     if isinstance(value, list | tuple):
-        parts = [part(i, each) for i, each in enumerate(value)]
-        return parts if isinstance(value, list) else {"~tuple": parts}
+        return ["list" if isinstance(value, list) else "tuple", parts(enumerate(value))]
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) and key[:1] != "~" for key in value):
-            return {key: part(key, each) for key, each in value.items()}
-        return {"~items": [[part("its name", key), part(key, each)] for key, each in value.items()]}
-    kind = type(value)
+        keys = parts(("its name", key) for key in value)
+        return ["dict", [["tuple", pair] for pair in zip(keys, parts(value.items()), strict=True)]]
     if kind.__module__.startswith("headprune.") and is_dataclass(value):
-        names = [f.name for f in fields(value) if f.init]
-        own = {name: part(name, getattr(value, name)) for name in sorted(names)}
-        return {"~class": f"{kind.__module__}:{kind.__qualname__}", "fields": own}
+        own = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        return [f"{kind.__module__}:{kind.__qualname__}", _plain(own, tensors, other, where)]
     return other(value, where)
 
 
@@ -287,20 +268,15 @@ def _named(value: Any, where: str) -> str:
 
 def _restored(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     """What `_plain` was given."""
-    if isinstance(data, list):
-        return [_restored(part, tensors) for part in data]
-    if not isinstance(data, dict):
+    if not isinstance(data, list):
         return data
-    if "~tensor" in data:
-        return tensors[data["~tensor"]]
-    if "~array" in data:
-        return tensors[data["~array"]].numpy()
-    if "~tuple" in data:
-        return tuple(_restored(data["~tuple"], tensors))
-    if "~items" in data:
-        return dict(_restored(data["~items"], tensors))
-    own = {name: _restored(value, tensors) for name, value in data.items() if name != "~class"}
-    return _class_named(data["~class"])(**own["fields"]) if "~class" in data else own
+    kind, content = data
+    if kind == "tensor":
+        return tensors[content]
+    if kind in ("array", "list", "tuple", "dict"):
+        parts = [_restored(part, tensors) for part in content]
+        return parts[0].numpy() if kind == "array" else {"list": list, "tuple": tuple, "dict": dict}[kind](parts)
+    return _class_named(kind)(**_restored(content, tensors))
 
 
 def _class_named(path: str) -> Any:

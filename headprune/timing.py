@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -219,8 +220,8 @@ class ProfiledPass:
         started: When each module was first called, by the profiler's clock.
     """
 
-    busy: dict[str, float] = field(default_factory=dict)
-    idle: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    idle: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     started: dict[str, float] = field(default_factory=dict)
 
 
@@ -267,19 +268,15 @@ def read(events: Iterable[Any], *, on_device: bool) -> ProfiledPass:
         if event.name.startswith(_MARK):
             name, start = event.name.removeprefix(_MARK), event.time_range.start
             times.started[name] = min(start, times.started.get(name, start))
-            _add(times.idle, name, took - half)
-            _add(times.busy, name, 0.0)
+            times.idle[name] += (took - half) / 1000
+            times.busy[name] += 0.0
             took += half
         elif around is not None:
-            _add(times.busy, around, event.device_time_total if on_device else took)
+            times.busy[around] += (event.device_time_total if on_device else took) / 1000
         if around is not None:
-            _add(times.idle, around, -took)
+            times.idle[around] -= took / 1000
     times.idle = {name: max(0.0, idle) for name, idle in times.idle.items()}
     return times
-
-
-def _add(times: dict[str, float], name: str, microseconds: float) -> None:
-    times[name] = times.get(name, 0.0) + microseconds / 1000
 
 
 def _ranged(name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

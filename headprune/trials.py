@@ -14,7 +14,7 @@ from torch import nn
 from headprune.attention import AttentionLayer, Heads
 from headprune.divergence import Fidelity
 from headprune.errors import HeadPruneError
-from headprune.evaluation import Change, Measurement, compare, evaluate, interval
+from headprune.evaluation import Change, Measurement, compare, evaluate
 from headprune.gates import mask
 from headprune.losses import LossFn
 from headprune.plans import PruningPlan
@@ -174,12 +174,3 @@ class Trials:
         if self._fidelity.known:
             return ComparedPlan(plan.budget, plan.kept, divergence=math.exp(cost))
         return ComparedPlan(plan.budget, plan.kept, loss=cost)
-
-    def point(self, name: str, plan: PruningPlan) -> dict[str, Any]:
-        """A point of the trade-off curve."""
-        measured = self.measure(plan.drop)
-        low, high = interval(measured, self.metric)
-        return {
-            "method": name, "kept": plan.kept, "asked": plan.asked, "value": measured.metrics[self.metric],
-            "low": low, "high": high, "loss": measured.metrics["loss"],
-        }  # fmt: skip

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 import headprune as hp
 from headprune.app import report
 from headprune.app.documents import Cut, FinetuneRecord, Heads, Metrics, Run
-from headprune.app.folders import Folder
 from headprune.app.report.cards import finetune_report
 from headprune.app.runs import RunFolder
 from headprune.attention import AttentionLayer
@@ -403,7 +402,6 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], Any], Callable[[Any], No
     "finetune": (FINETUNE, FinetuneRecord.read, document_is),
     "heads": (heads_document().to_json(), Heads.read, heads_are),
     "checkpoint": (SIDECAR, lambda path: (about(path.parent), load_call(path.parent)), lambda value: sound(value[0])),
-    "command": ({"key": "abc", "command": "headprune score"}, lambda path: Folder(path.parent.parent).left_by("abc"), anything),
 }  # fmt: skip
 NAMES = {"checkpoint": "headprune.json"}
 CASES = 1000 // len(KINDS)
@@ -441,7 +439,7 @@ def test_any_document(kind: str, tmp_path: Path) -> None:
     one()
     assert tried >= CASES * 0.9
     assert all("\n" not in str(error.args[0]) and len(str(error)) < 1000 for error in said)
-    assert said or kind in ("stage", "command")  # these two are made anew where they are damaged
+    assert said or kind == "stage"  # this one is made anew where it is damaged
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ def test_values_and_outputs_end_where_the_slopes_are_zero(name: str, monkeypatch
     heads, rank = list(range(1, layers[0].num_heads)), statistics.directions.rank(projection.name)
     moments, width = statistics.moments[projection.name], own.head_dim
     index = directions.inputs_of_heads(projection, own, heads, rank).flatten()
-    xx, xy = (m.sum(0) for m in moments.rows_of(index))
+    xx, xy, _ = (m.sum(0) for m in moments.rows_of(index))
     groups = [own.owner[h] for h in heads]
     kept = sorted(set(groups))
     old_out = projection.weight[own.columns[heads]]

@@ -136,7 +136,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 MEASURED = hp.Measurement({"loss": 0.1, "f1": float("nan")}, np.array([0.1, np.inf]), np.zeros(2), np.arange(2))
 VALUES: list[Any] = [
     None,
-    [1, 2.5, "é\ud800", True, (1, (2,)), {"a": {"~tuple": 3}, 4: None}],
+    [1, 2.5, "é\ud800", True, (1, (2,)), {"a": {"tuple": 3}, 4: None}],
     {"half": torch.ones(2, 3, dtype=torch.bfloat16).T, "none": torch.zeros(0, 2), "one": torch.tensor(3)},
     {"measured": MEASURED, "fit": Fit(hp.PruningPlan({"a": [1]}, notes=("x",)), budget_of("latency 80%"), None)},
 ]
@@ -168,10 +168,9 @@ def test_a_file_makes_only_values(name: str, tmp_path: Path) -> None:
     """Somebody else's unfinished work must not choose what runs."""
     Store(tmp_path).keep("part", 1)
     (path,) = tmp_path.iterdir()
-    value = {
-        "~class": name,
-        "fields": {"path": str(tmp_path / "ran"), "content": "x", "args": ["touch", str(tmp_path / "ran")]},
-    }
+    ran = str(tmp_path / "ran")
+    fields = {"path": ran, "content": "x", "args": ["list", ["touch", ran]]}
+    value = [name, ["dict", [["tuple", [key, each]] for key, each in fields.items()]]]
     head, _, tensors = path.read_bytes()[32:].partition(b"\n")
     content = json.dumps({**json.loads(head), "value": value}).encode() + b"\n" + tensors
     path.write_bytes(hashlib.sha256(content).digest() + content)

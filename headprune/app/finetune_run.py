@@ -31,6 +31,12 @@ REPORT = "finetune.md"
 _EXACT = 1e-5  # relative: how much the saved model's answers may differ from the trained one's
 
 
+class TunedFolder(Folder):
+    """A fine-tuned model with its documents: a new one replaces all that is there."""
+
+    parts = ("*",)
+
+
 @dataclass(frozen=True)
 class FinetuneRun:
     """What `finetune_run` is to do.
@@ -63,9 +69,9 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents
     config.options.check()
     output, key = config.output, key_of("finetune", replace(config, resume=True))
 
-    def choose() -> Folder:
-        folder = Folder(output)
-        runs.check_free(folder, config.overwrite or folder.left_by(key))
+    def choose() -> TunedFolder:
+        folder = TunedFolder(output)
+        runs.check_free(folder, config.overwrite or folder.left_by == key)
         if not folder.empty and not (output / DOCUMENT).is_file():
             raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
         return folder
@@ -75,7 +81,7 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents
         return output, documents.FinetuneRecord.read(output / DOCUMENT)
 
 
-def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
+def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
     from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
 
     began, source, options = time.monotonic(), config.source, config.options
@@ -120,7 +126,7 @@ def _run(config: FinetuneRun, folder: Folder, console: Console) -> None:
         record.write(content / DOCUMENT)
         write_file(content / REPORT, finetune_report(folder.path.name, record))
         checkpoint.add_figures(content, finetune_card(record))
-        folder.publish(content, ["*"])
+        folder.publish(content)
 
     current().first("writing the run", write)
 

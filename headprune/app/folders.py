@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from headprune.parallel import current
 from headprune.store import Store
 
 _LOCK, _UNFINISHED, _READY = OWN = (".lock", ".unfinished", ".ready")
-_COMMAND, _GONE = "command.json", ".gone.json"
+_GONE = ".gone.json"
 _PATIENCE = 20.0  # seconds that a reader waits for a run that is moving its files
 
 
@@ -47,35 +47,27 @@ class Folder:
         """The folder of a run's results that has not ended."""
         return self.path / _UNFINISHED
 
-    def store(self, say: Callable[[str], None]) -> Store:
+    def store(self, say: Callable[[str], None] = lambda text: None) -> Store:
         """The results of a run that has not ended."""
+        self._check_own()
         return Store(self.unfinished, say)
+
+    @property
+    def left_by(self) -> str | None:
+        """The key (`key_of`) of the command that was interrupted here; None if there is none."""
+        key: str | None = self.store().known("key")
+        return key
 
     @property
     def empty(self) -> bool:
         """Whether it holds nothing for readers."""
-        if not self.path.is_dir():
-            return not self.path.exists()
-        return all(p.name in OWN for p in self.path.iterdir())
+        path = self.path
+        return not path.exists() or (path.is_dir() and all(entry.name in OWN for entry in path.iterdir()))
 
     @property
     def in_use(self) -> bool:
         """Whether another process is writing it."""
         return is_taken(self.path / _LOCK)
-
-    @property
-    def command(self) -> dict[str, str] | None:
-        """The command (``key`` and ``command``) whose unfinished work is here, if it was interrupted."""
-        self._check_own()
-        try:
-            note = read_json(self.unfinished / _COMMAND, "command")
-        except HeadPruneError:
-            return None
-        return note if all(isinstance(note.get(name), str) for name in ("key", "command")) else None
-
-    def left_by(self, key: str) -> bool:
-        """Whether this very command was interrupted here."""
-        return (self.command or {}).get("key") == key
 
     def _check_own(self) -> None:
         """Refuse links in the place of what headprune keeps here: what lies behind them would be moved, or removed.
@@ -106,43 +98,44 @@ class Folder:
         with locked(self.path / _LOCK, f"The folder {self.path}", command):
             yield
 
-    def check_idle(self, replaces: Iterable[str]) -> None:
+    def check_idle(self) -> None:
         """Refuse to replace a folder in here that another process is writing: its work would be removed under it.
-
-        Args:
-            replaces: Patterns of the names that would be replaced.
 
         Raises:
             BusyError: There is one.
         """
-        for path in sorted({path for pattern in replaces for path in self.path.glob(pattern)}):
+        for path in sorted(self._replaced()):
             if path.is_dir() and Folder(path).in_use:
                 raise BusyError(
                     f"Another process is writing {path}, which a new result in {self.path} would remove.",
                     "Wait for it and run the same command again, or choose another folder with -o.",
                 )
 
-    def publish(self, content: Path, replaces: Iterable[str]) -> None:
+    def _replaced(self) -> set[Path]:
+        """What a new result removes."""
+        return {path for pattern in self.parts for path in self.path.glob(pattern) if path.name not in OWN}
+
+    def publish(self, content: Path) -> None:
         """Replace what is here by the content of another folder.
 
         Args:
             content: The other folder: complete, and in `unfinished`, so that one rename commits it.
-            replaces: Patterns of the names to remove.
 
         Raises:
             BusyError: Another process is writing what would be removed; nothing has changed then.
         """
-        replaces = tuple(replaces)
-        self.check_idle(replaces)
+        self.check_idle()
         for path in (*content.glob(".*"), *content.rglob(".*.tmp")):  # half-written by a killed run
             _remove(path)
-        gone = {p.name for pattern in replaces for p in self.path.glob(pattern)} - {p.name for p in content.iterdir()}
+        gone = {path.name for path in self._replaced()} - {path.name for path in content.iterdir()}
         write_json(content / _GONE, "publication", {"gone": sorted(gone)})
         os.replace(content, self.path / _READY)
-        self._move()
+        self.settle()
 
     def settle(self) -> None:
-        """Finish the publishing that a killed run had begun, or wait for a run that is publishing now.
+        """Finish the publishing that has begun, also by a run that was killed; or wait for a run that is publishing now.
+
+        After an interruption, calling it again moves the rest to its place.
 
         Raises:
             BusyError: It takes too long.
@@ -152,33 +145,23 @@ class Folder:
         lock, ready = self.path / _LOCK, self.path / _READY
         if not ready.exists():
             return
-        with ExitStack() as stack:
-            if not is_held(lock):
-                stack.enter_context(locked(lock, f"The folder {self.path}", "reading", _PATIENCE))
-            if ready.exists():
-                self._move()
-
-    def _move(self) -> None:
-        """Move what is ready to its place; after an interruption, calling it again moves the rest."""
-        ready = self.path / _READY
-        journal = ready / _GONE
-        if journal.exists():
-            gone = read_json(journal, "publication").get("gone")
-            for entry in [
-                p for p in self.path.iterdir() if p.name not in OWN
-            ]:  # so nothing elsewhere, whatever it says
-                if isinstance(gone, list) and entry.name in gone:
-                    _remove(entry)
-            # Folders first: when a report or a document appears, all that it names is there.
-            for entry in sorted(ready.iterdir(), key=lambda p: (p.is_file(), p.name)):
-                if entry != journal:
-                    target = self.path / entry.name
-                    if entry.is_dir() or target.is_dir():
-                        _remove(target)
-                    os.replace(entry, target)
-            journal.unlink()
-        with suppress(FileNotFoundError):
-            ready.rmdir()
+        with nullcontext() if is_held(lock) else locked(lock, f"The folder {self.path}", "reading", _PATIENCE):
+            journal = ready / _GONE
+            if journal.exists():
+                gone = read_json(journal, "publication").get("gone")
+                for entry in list(self.path.iterdir()):  # so nothing elsewhere, whatever it says
+                    if isinstance(gone, list) and entry.name in gone and entry.name not in OWN:
+                        _remove(entry)
+                # Folders first: when a report or a document appears, all that it names is there.
+                for entry in sorted(ready.iterdir(), key=lambda p: (p.is_file(), p.name)):
+                    if entry != journal:
+                        target = self.path / entry.name
+                        if entry.is_dir() or target.is_dir():
+                            _remove(target)
+                        os.replace(entry, target)
+                journal.unlink()
+            with suppress(FileNotFoundError):
+                ready.rmdir()
 
 
 AnyFolder = TypeVar("AnyFolder", bound=Folder)
@@ -221,14 +204,13 @@ def claimed(
             ranks.first("beginning", partial(_begin, folder, key, command, resume, say))
             yield folder
             ranks.gather("through", None)
-        except KeyboardInterrupt as error:
-            keep = _worth_keeping(folder.unfinished)
-            kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
-            raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
         except BaseException as error:
             if ranks.main and isinstance(error, HeadPruneError):
-                (folder.unfinished / _COMMAND).unlink(missing_ok=True)
-            keep = _worth_keeping(folder.unfinished)
+                folder.store().keep("key", None)
+            keep = any(path.is_file() for path in folder.unfinished.glob("*/**/*"))  # what is not in a folder are notes
+            if isinstance(error, KeyboardInterrupt):
+                kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
+                raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
             raise
         finally:
             if ranks.main and not keep:
@@ -242,13 +224,13 @@ def _take(choose: Callable[[], AnyFolder], command: str, lock: ExitStack) -> Any
         with ExitStack() as stack:
             try:
                 stack.enter_context(folder.locked(command))
+                folder.settle()
             except BusyError:
                 if choose() == folder:
                     raise
                 continue  # it was free when it was chosen, and there are others
-            folder.settle()
             if choose() == folder:
-                folder.check_idle(folder.parts)  # now, not only when the long work is done
+                folder.check_idle()  # now, not only when the long work is done
                 lock.push(stack.pop_all())
                 return folder
 
@@ -257,16 +239,14 @@ def _begin(folder: Folder, key: str, command: str, resume: bool, say: Callable[[
     """Note which command the unfinished work belongs to."""
     if not resume:
         folder.clear_unfinished()
-    before = folder.command
-    if before is not None and before["key"] != key:
+    store = folder.store()
+    if folder.left_by not in (None, key):
+        other = store.known("command")
         say(
-            f"{folder.path} holds unfinished work of `{before['command']}`: what fits is used, the rest is removed when this is done."
+            f"{folder.path} holds unfinished work of `{other}`: what fits is used, the rest is removed when this is done."
         )
-    write_json(folder.unfinished / _COMMAND, "command", {"key": key, "command": command})
-
-
-def _worth_keeping(unfinished: Path) -> bool:
-    return any(p.is_file() and p.name != _COMMAND for p in unfinished.rglob("*"))
+    store.keep("command", command)
+    store.keep("key", key)
 
 
 def _remove(path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -75,31 +76,26 @@ class RunFolder(Folder):
         return self._read(self.heads_path, Heads.read) if self.heads_path.exists() else None
 
     def _read(self, path: Path, read: Callable[[Path], T]) -> T:
+        """A document, but none that another run wrote: each is whole, and together they would tell what never was.
+
+        Raises:
+            HeadPruneError: It is not what run.json names.
+        """
         self.settle()
-        self._check_together(path)
+        stored, known = stored_checksum(path), None
+        with suppress(HeadPruneError):  # said by whoever reads run.json
+            known = Run.read(self.run_path).checksums.get(path.name)
+        if stored is not None and known is not None and stored != known:
+            raise HeadPruneError(
+                f"{path} is another run's: {self.run_path} was not written with it.",
+                f'Copy the whole folder again, or make the run again. If it is meant, delete its line "{CHECKSUM}".',
+            )
         return read(path)
 
     def write_run(self, run: Run) -> None:
         """Write run.json, after the documents beside it, which it names by their checksums."""
         stamps = {path.name: stored_checksum(path) for path in (self.scores_path, self.metrics_path, self.heads_path)}
         replace(run, checksums={name: stamp for name, stamp in stamps.items() if stamp}).write(self.run_path)
-
-    def _check_together(self, path: Path) -> None:
-        """Refuse a document that another run wrote: each is whole, and together they would tell what never was.
-
-        Raises:
-            HeadPruneError: It is not what run.json names.
-        """
-        stored = stored_checksum(path)
-        try:
-            known = Run.read(self.run_path).checksums.get(path.name)
-        except HeadPruneError:  # said by whoever reads that one
-            return
-        if stored is not None and known is not None and stored != known:
-            raise HeadPruneError(
-                f"{path} is another run's: {self.run_path} was not written with it.",
-                f'Copy the whole folder again, or make the run again. If it is meant, delete its line "{CHECKSUM}".',
-            )
 
 
 def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:
@@ -113,14 +109,14 @@ def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "
     """
     if output is not None:
         folder = RunFolder(output)
-        check_free(folder, overwrite or folder.left_by(key))
+        check_free(folder, overwrite or folder.left_by == key)
         return folder
     stem = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
     for n in count(1):
         folder = RunFolder(REPORTS / f"{stem}-{n}")
         folder.settle()
-        mine = folder.command is None or folder.left_by(key)
-        if mine and (folder.empty or folder.left_by(key)) and not folder.in_use:
+        free = folder.left_by == key or (folder.left_by is None and folder.empty)
+        if free and not folder.in_use:
             break
     return folder
 
@@ -160,7 +156,6 @@ def _model_of(folder: RunFolder) -> str:
     Raises:
         HeadPruneError: It does not say.
     """
-    folder.settle()
     options = read_json(folder.run_path, "run").get("options")
     model = options.get("model") if isinstance(options, dict) else None
     if not isinstance(model, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -219,13 +220,7 @@ class Limit(Budget):
         cost, last = self.cost(subject), len(order.steps)
         if cost(order.after(last), False).high > self.amount:
             raise self._out_of_reach(order, cost(order.after(last), True))
-        low, high = -1, last  # high holds the budget, low does not
-        while high - low > 1:
-            middle = (low + high) // 2
-            if cost(order.after(middle), False).high <= self.amount:
-                high = middle
-            else:
-                low = middle
+        high = bisect_left(range(last), True, key=lambda steps: cost(order.after(steps), False).high <= self.amount)
         stride = 1
         while (reading := cost(order.after(high), True)).high > self.amount:
             if high == last:

@@ -42,8 +42,8 @@ class LatencyLimit(Limit):
             if not plan.drop and self.relative:
                 return Reading.exact(1.0)
             # The search may err: the plan that it chooses is timed again, for as long as what is reported.
-            runs, seconds = latency.MIN_RUNS, latency.MIN_SECONDS
-            runs, seconds = (runs, seconds) if measured else (runs // 2, seconds / 4)
+            runs = latency.MIN_RUNS // (1 if measured else 2)
+            seconds = latency.MIN_SECONDS / (1 if measured else 4)
             models = {"dense": subject.model, "pruned": subject.pruned(plan)}
             # Of several ranks one times, while the others wait.
             (row,) = current().first(

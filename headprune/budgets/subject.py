@@ -24,9 +24,8 @@ class Subject:
         example: For the proof of every prune.
         inputs: What is timed, and what operations are counted on.
         biases: Modules that the repair may give a bias, which costs something too.
-        metric: The metric of `change`: ``"accuracy"`` or ``"perplexity"``.
-        change: The change of the metric from the dense model to a plan, repaired, on the examples that choose; the same for the
-            same plan. None before there is a search.
+        change: The change of the metric (accuracy or perplexity) from the dense model to a plan, repaired, on the examples that
+            choose; the same for the same plan. None before there is a search.
     """
 
     model: nn.Module
@@ -34,7 +33,6 @@ class Subject:
     example: Example
     inputs: Example
     biases: Sequence[str] = ()
-    metric: str = "accuracy"
     change: Callable[[PruningPlan], Change] | None = None
 
     def pruned(self, plan: PruningPlan) -> nn.Module:

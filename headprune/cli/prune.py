@@ -205,8 +205,8 @@ def _prune_folder(source: RunFolder | None, output: Path | None, model: str, ove
     from headprune.app.runs import choose_folder
 
     if source is not None and output in (None, source.path, source.path.parent):
-        free = not source.pruned or overwrite or source.left_by(key)
-        if free and (output == source.path or source.command is None or source.left_by(key)):
+        free = not source.pruned or overwrite or source.left_by == key
+        if free and (output == source.path or source.left_by in (None, key)):
             return source
         if output == source.path:
             raise HeadPruneError(f"{source.path} was pruned before.", "Choose another with -o, or add --overwrite.")

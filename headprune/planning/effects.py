@@ -193,8 +193,7 @@ def _effects(size: int, removal: _Removal, x: Tensor, slope: Tensor) -> Tensor:
     outer = torch.einsum("...o,uso->...us", slope.to(kind), removal.right)
     each = (inner * outer).sum(-1)  # [rows, ..., units]
     # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
-    rows = each.reshape(size, -1, each.shape[-1]) if each.shape[0] % size == 0 else None
-    if rows is not None:
-        return doubled(rows.sum(1))
+    if each.shape[0] % size == 0:
+        return doubled(each.reshape(size, -1, each.shape[-1]).sum(1))
     # What is not per example counts for all of them.
     return (doubled(each.flatten(0, -2).sum(0)) / size).expand(size, -1)

@@ -88,18 +88,14 @@ def _in_steps(
             asked for yet.
     """
     calibration, state = _calibration_of(search), SearchState(search)
-    runner = calibration.runner
-    ranked, passes = _ranked(calibration, state)
-    for i, level in enumerate(looks):
-        if i:
-            ranked, took = _ranked(calibration, state)
-            passes += took
+    runner, passes = calibration.runner, calibration.statistics.passes
+    for i, level in enumerate(looks or [state.kept]):
+        ranked, took = _ranked(calibration, state)
         before = runner.passes
         remove(state, ranked, level)
-        passes += runner.passes - before
-        search.progress(i + 1, len(looks))
+        passes += took + runner.passes - before
+        search.progress(i + 1, max(1, len(looks)))
     state.remove(ranked, 0)
-    passes += calibration.statistics.passes
     note = f"This order took about {passes:.0f} forward passes over {runner.examples:,} examples."
     return search.order(state.steps, strategy, note)
 

@@ -42,15 +42,6 @@ class Effort:
     examples: int | None
     flops: float | None
 
-    def allows(self, work: Work) -> bool:
-        """Whether `auto` makes an order that is so much work."""
-        return self.flops is None or work.flops <= self.flops
-
-    @property
-    def limit(self) -> str:
-        """For people."""
-        return "any number of FLOPs" if self.flops is None else flops(self.flops, 3)
-
 
 EFFORTS = {
     "low": Effort("low", 128, 5e13),  # at 100 GFLOPs a second 8 minutes
@@ -137,16 +128,13 @@ class Search:
     effort: Effort = EFFORTS["normal"]
     loss_fn: LossFn | None = None
 
-    def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
+    def units(self) -> list[list[Unit]]:
         """The units of every layer that may go, those with the least score first.
-
-        Args:
-            scores: In place of the search's own.
 
         Raises:
             HeadPruneError: There are no scores, or some are not finite.
         """
-        scores = scores or self.scores
+        scores = self.scores
         if scores is None:
             raise HeadPruneError("This strategy needs scores.", "Score the model first.")
         if not scores.flat().isfinite().all():
@@ -301,8 +289,6 @@ class SearchState:
         """What may go together: heads or key/value groups; single heads, where slices are to be made of them."""
         candidates = []
         for i, layer in enumerate(self.search.layers):
-            if not layer.prunable:
-                continue
             if self.search.kind == SLICES and layer.groups:
                 protected = self.search.constraints.protected(layer)
                 candidates += [Unit(0.0, i, (h,)) for group in layer.groups for h in group if h not in protected]

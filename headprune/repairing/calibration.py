@@ -160,14 +160,14 @@ class Calibration:
         """
         moments, index = self.statistics.moments[projection.name], projection.kept(drop)
         if (values := self.values.get(projection.name)) is None:
-            xx, xy = moments.rows_of(index)
+            xx, xy, _ = moments.rows_of(index)
         else:
             heads, rank = projection.heads(drop), self.statistics.directions.rank(projection.name)
-            xx, xy = moments.rows_of(inputs_of_heads(projection, values, heads, rank).flatten())
+            xx, xy, _ = moments.rows_of(inputs_of_heads(projection, values, heads, rank).flatten())
             index = inputs_of_heads(projection, values, heads, values.head_dim).flatten()
             turn = _turn(values, heads, rank, mixes)
-            xx, xy = turn.T @ xx.cpu() @ turn, turn.T @ xy.cpu()
-        a, _, mean, _ = centred(xx.sum(0).cpu(), xy.sum(0).cpu(), projection.has_bias)
+            xx, xy = turn.T @ xx @ turn, turn.T @ xy
+        a, _, mean, _ = centred(xx.sum(0), xy.sum(0), projection.has_bias)
         strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
         # Inputs that never change have nothing to be fitted to.
         matrix = a + max(strength, 1e-12) * torch.eye(len(a), dtype=a.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,16 +33,6 @@ class Directions:
     runner: Runner
     values: Mapping[str, Values]
     along: Mapping[str, Tensor]
-    _copies: dict[tuple[str, torch.device, torch.dtype], Tensor] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-
-    def _near(self, name: str, x: Tensor) -> Tensor:
-        """The directions of an output projection where ``x`` is, as its type; copied there once."""
-        copy = self._copies.get((name, x.device, x.dtype))
-        if copy is None:
-            copy = self._copies[name, x.device, x.dtype] = self.along[name].to(x.device, x.dtype)
-        return copy
 
     def rank(self, name: str) -> int:
         """How many directions there are for the values of an output projection."""
@@ -75,7 +65,7 @@ class Directions:
             def on_value(name: str, x: Tensor, out: Tensor, share: int = share) -> Tensor | None:
                 values = self.values[name]
                 width = values.head_dim
-                q = self._near(name, x)[:, share * width : (share + 1) * width]
+                q = at(self.along[name], x.device, x.dtype)[:, share * width : (share + 1) * width]
                 if name not in chosen or not q.shape[1]:
                     return None
                 other = torch.nn.functional.pad(x @ q, (0, width - q.shape[1]))
@@ -122,9 +112,13 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
         def on_value(name: str, x: Tensor, out: Tensor) -> None:
             kind = runner.layer(name).kind
             # A cross-attention's values are of the encoder's tokens.
-            real = runner.places(x, batch, "encoder" if kind == "cross" else kind, known)
+            kind = "encoder" if kind == "cross" else kind
+            key = kind, x.shape[:-1], x.device
+            if key not in known:  # a GPU is waited for once where several layers have the same tokens
+                real = runner.real(x, batch, kind)
+                known[key] = None if real is None else real.nonzero().flatten()
             flat = widened(x.detach()).reshape(-1, x.shape[-1])
-            flat = flat if real is None else flat[real]
+            flat = flat if known[key] is None else flat[known[key]]
             flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
             seen[name] = seen.get(name, 0.0) + doubled(flat.T @ flat)
 

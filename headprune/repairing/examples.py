@@ -69,8 +69,13 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
     for number in range(len(texts)):
         members.setdefault(block[number], []).append(number)
     masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
-    left = any(bool((mask[:, 0] == 0).any()) for mask in masks)
+    side = "left" if any(bool((mask[:, 0] == 0).any()) for mask in masks) else "right"
     result = []
+
+    def padded(name: str, parts: list[Tensor]) -> Tensor:
+        value = padding if name == "input_ids" else 0
+        return pad_sequence(parts, batch_first=True, padding_value=value, padding_side=side)
+
     for shift in range(1, times + 1):
         first = 0
         for batch in batches:
@@ -82,10 +87,7 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
             ]
             if pairs:
                 mixed = [_mixed(texts[one], texts[other]) for one, other in pairs]
-                inputs = {
-                    name: _padded([text[name] for text in mixed], padding if name == "input_ids" else 0, left)
-                    for name in mixed[0]
-                }
+                inputs = {name: padded(name, [text[name] for text in mixed]) for name in mixed[0]}
                 result.append(Mixed(inputs, torch.tensor([one for one, _ in pairs]), shift))
     return result
 
@@ -109,10 +111,6 @@ def _texts(batch: Any, rows: Rows) -> list[dict[str, Tensor]] | None:
 def _mixed(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, Tensor]:
     cut = min(len(one["input_ids"]), len(other["input_ids"])) // 2
     return {name: torch.cat([one[name][:cut], other[name][cut:]]) for name in one}
-
-
-def _padded(texts: Sequence[Tensor], value: int, left: bool) -> Tensor:
-    return pad_sequence(list(texts), batch_first=True, padding_value=value, padding_side="left" if left else "right")
 
 
 def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, only: int | None = None) -> Tensor:

@@ -51,8 +51,7 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
         ridge: Strength of the pull towards the old weights; infinite for the old weights; by default the best one of `RIDGES`
             by cross-validation, or the old weights.
     """
-    xx, xy = (m.cpu() for m in moments.rows_of(kept))
-    yy = moments.yy.cpu()
+    xx, xy, yy = moments.rows_of(kept)
     old = projection.weight.cpu()[kept], projection.bias.cpu()
     chosen, held_out = ridge, None
     if chosen is None:
@@ -89,12 +88,9 @@ def _held_out(xx: Tensor, xy: Tensor, yy: Tensor, old: tuple[Tensor, Tensor], ha
 def _solved(xx: Tensor, xy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> tuple[Tensor, Tensor]:
     """Ridge regression towards the old weights, the bias free: ``W [in, out]``, ``b [out]``."""
     a, c, mean_x, mean_y = centred(xx, xy, has_bias)
-    if not len(a):
-        return old[0], mean_y if has_bias else old[1]
-    strength = ridge * float(a.diagonal().mean())
-    if strength <= 0:  # inputs that never change
-        return old[0], mean_y - mean_x @ old[0] if has_bias else old[1]
-    weight = torch.linalg.solve(a + strength * torch.eye(len(a), dtype=a.dtype), c + strength * old[0])
+    weight, strength = old[0], ridge * float(a.diagonal().mean())
+    if strength > 0:  # there are inputs, and they change
+        weight = torch.linalg.solve(a + strength * torch.eye(len(a), dtype=a.dtype), c + strength * old[0])
     return weight, mean_y - mean_x @ weight if has_bias else old[1]
 
 
@@ -149,8 +145,7 @@ def fit_values(
     """
     rank = further.shape[1]
     index = inputs_of_heads(projection, values, heads, rank)
-    xx, xy = (m.cpu() for m in moments.rows_of(index.flatten()))
-    yy = moments.yy.cpu()
+    xx, xy, yy = moments.rows_of(index.flatten())
     start = _ValueSolver(projection, values, heads, rank)
     all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     chosen, held_out = ridge, None

@@ -46,10 +46,10 @@ class Moments:
         self.xy[fold] += (weighted @ y).to(self.xy)
         self.yy[fold] += (y**2 * weight).sum().to(self.yy)
 
-    def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """What concerns the inputs that stay, and the 1 behind them."""
+    def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums ``xx``, ``xy`` and ``yy`` of the inputs that stay, and the 1 behind them, on the CPU."""
         both = torch.cat([kept, torch.tensor([self.xx.shape[-1] - 1])]).to(self.xx.device)
-        return self.xx[:, both][:, :, both], self.xy[:, both]
+        return self.xx[:, both][:, :, both].cpu(), self.xy[:, both].cpu(), self.yy.cpu()
 
     def of_fold(self, fold: int) -> Moments:
         """Of one fold's tokens: for fits of a strength that is given."""
@@ -106,18 +106,19 @@ class Values:
         return self.columns.shape[1]
 
 
-def at(index: Tensor, device: torch.device) -> Tensor:
-    """An index where the numbers are that it picks; copied there once, since every copy waits for a GPU."""
-    if index.device == device:
-        return index
-    copies: dict[torch.device, Tensor] = _COPIES.get(index) or {}
-    _COPIES[index] = copies
-    if device not in copies:
-        copies[device] = index.to(device)
-    return copies[device]
+def at(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """An index, or a factor, where the numbers are that it is used with; copied there once, since every copy waits for a GPU."""
+    dtype = dtype or tensor.dtype
+    if (tensor.device, tensor.dtype) == (device, dtype):
+        return tensor
+    copies: dict[Any, Tensor] = _COPIES.get(tensor) or {}
+    _COPIES[tensor] = copies
+    if (device, dtype) not in copies:
+        copies[device, dtype] = tensor.to(device, dtype)
+    return copies[device, dtype]
 
 
-_COPIES: MutableMapping[Tensor, dict[torch.device, Tensor]] = WeakTensorKeyDictionary()
+_COPIES: MutableMapping[Tensor, dict[Any, Tensor]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -188,12 +189,10 @@ def output_projections(
             if why := _not_plain(projection, owners):
                 notes.append(f"{those[0].name} keeps its old weights: {name} {why}.")
             else:
-                matrix, bias = matrix_of(projection), getattr(projection, "bias", None)
-                can = bias is not None or (
-                    biases and isinstance(projection, nn.Linear) and real.get(name) is projection
-                )
-                zeros = matrix.new_zeros(matrix.shape[1])
-                start = zeros if bias is None else value_of(projection, "bias").detach().double().clone()
+                matrix, bias = matrix_of(projection), bias_of(projection)
+                addable = biases and isinstance(projection, nn.Linear) and real.get(name) is projection
+                can = bias is not None or addable
+                start = matrix.new_zeros(matrix.shape[1]) if bias is None else bias
                 separate = len(those) == 1 and those[0].values and sources[those[0].values.module] == 1
                 values = _values(model, those[0], len(matrix), owners) if separate else None
                 yield OutputProjection(name, tuple(those), matrix, start, can, bias is not None, values)
@@ -218,12 +217,9 @@ def _values(
     projection: Any = model.get_submodule(source.module)
     if not (isinstance(projection, nn.Linear) or is_transposed(projection)) or _not_plain(projection, owners):
         return None
-    bias = getattr(projection, "bias", None)
-    return Values(
-        source.module, matrix_of(projection),
-        None if bias is None else value_of(projection, "bias").detach().double().clone(),
-        torch.tensor(heads), tuple(heads.index(own) for own in source.features), torch.tensor(columns),
-    )  # fmt: skip
+    owner = tuple(heads.index(own) for own in source.features)
+    weight, bias = matrix_of(projection), bias_of(projection)
+    return Values(source.module, weight, bias, torch.tensor(heads), owner, torch.tensor(columns))
 
 
 def matrix_of(projection: Any) -> Tensor:
@@ -232,6 +228,12 @@ def matrix_of(projection: Any) -> Tensor:
     # A model that is not all in memory has hardly room for them there.
     wide = on_disk(*held.shape).copy_(held) if is_elsewhere(projection, "weight") else held.double().clone()
     return wide if is_transposed(projection) else wide.T
+
+
+def bias_of(projection: Any) -> Tensor | None:
+    """A copy of a linear module's bias, float64; None if it has none."""
+    bias = getattr(projection, "bias", None)
+    return None if bias is None else value_of(projection, "bias").detach().double().clone()
 
 
 def _not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:

@@ -155,18 +155,6 @@ class Runner:
         real = real_tokens(self.model, batch, kind, self.rows, tokens // size)
         return None if real is None else real.to(x.device).flatten()
 
-    def places(self, x: Tensor, batch: Any, kind: str, known: dict[Any, Tensor | None]) -> Tensor | None:
-        """The indices of `real`, for which a GPU is waited once where several layers have the same tokens.
-
-        Args:
-            known: Those of this batch so far.
-        """
-        key = kind, x.shape[:-1], x.device
-        if key not in known:
-            real = self.real(x, batch, kind)
-            known[key] = None if real is None else real.nonzero().flatten()
-        return known[key]
-
     def run(
         self, batch: Any, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
     ) -> Any:

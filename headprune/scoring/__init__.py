@@ -119,8 +119,7 @@ def _scored(
         try:
             estimate = chosen.run(problem)
         except DisagreementError:
-            problem.store.clear()
-            estimate = chosen.run(replace(problem, replays=False))
+            estimate = chosen.run(replace(problem, replays=False, store=problem.store.keyed("without-replays")))
     details = {**estimate.details, "loss": losses.about}
     # What rank 0 says of memory and time counts.
     estimate = current().first("estimate", lambda: replace(estimate, details=details))

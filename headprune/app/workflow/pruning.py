@@ -5,11 +5,9 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
-
-from torch import nn
 
 from headprune import latency
 from headprune.app import documents, report, runs
@@ -19,18 +17,18 @@ from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
 from headprune.app.workflow import results, search
 from headprune.app.workflow.cost import announce, cost_of_pruning, cost_of_scores
-from headprune.app.workflow.saving import dense_weights, publish, store_of, was_published
+from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, check_same, inputs, open_scene
 from headprune.app.workflow.search import PruneConfig
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError, first_line, is_of_the_disk
 from headprune.exporting import format_named
-from headprune.fingerprint import config_hash, fingerprint, processor_hash
+from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
 from headprune.inputs import model_device
 from headprune.parallel import current
 from headprune.plan_search import SearchResult
 from headprune.scoring import HeadScores, save_scores, score
 from headprune.scoring.base import Settings, method_and_settings
-from headprune.store import Store
+from headprune.store import Store, digest
 
 
 def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Scene, list[HeadScores]]:
@@ -39,14 +37,14 @@ def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Sc
     scene = open_scene(options, console, labelled=None)
     run = run_document(scene, methods, folder)
     announce(console, lambda: cost_of_scores(scene))
-    scores, before = score_all(scene, methods, folder, console)
+    scores, store = score_all(scene, methods, folder, console)
 
     def write() -> None:
         content = RunFolder(folder.unfinished / "content")
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
-        write_heads(scene, store_of(folder, "score", scene, say=lambda _: None), content, console)
-        content.write_run(replace(run, seconds=(round(before + time.monotonic() - started, 1),)))
+        write_heads(scene, store, content, console)
+        content.write_run(replace(run, seconds=(round(store.seconds + time.monotonic() - started, 1),)))
         publish(folder, content)
 
     current().first("writing the run", write)
@@ -55,10 +53,10 @@ def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Sc
 
 def score_all(
     scene: Scene, methods: Sequence[str], folder: RunFolder, console: Console
-) -> tuple[list[HeadScores], float]:
-    """The scores by every method, and the seconds that interrupted runs took of them."""
+) -> tuple[list[HeadScores], Store]:
+    """The scores by every method, and where they are kept."""
     if not methods:
-        return [], 0.0
+        return [], Store()
     batches = list(scene.parts.score.batches())
     options, base = scene.options, Settings(keep=scene.options.keep)
     store = store_of(folder, "score", scene, say=console.say)
@@ -74,7 +72,7 @@ def score_all(
         s.details["seconds"] = round(time.monotonic() - began, 2)
         return HeadScores.from_json(s.to_json(), scene.maskable)  # as `prune` will read it
 
-    return [store.get(text, partial(score_by, text)) for text in methods], store.seconds
+    return [store.get(text, partial(score_by, text)) for text in methods], store
 
 
 def write_heads(scene: Scene, store: Store, content: RunFolder, console: Console) -> None:
@@ -188,9 +186,9 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
     methods = config.methods if source else config.methods_to_score
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
-    seconds_scoring = 0.0
+    scored = Store()
     if source is None:
-        scores, seconds_scoring = score_all(scene, methods, folder, console)
+        scores, scored = score_all(scene, methods, folder, console)
     # What is only measured there changes no other result, but nothing may be trained on it.
     also = [part.content_hash for part in scene.parts.also]
     candidates = config.candidates(scores)
@@ -200,21 +198,24 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
     assert store.folder is not None
     content = RunFolder(store.folder / "content")
     result_name = f"{store.folder.name} {[*also, *config.exports]}"
-    if current().first("published before", lambda: was_published(folder, result_name) and not content.path.exists()):
+
+    def was_published() -> bool:
+        return folder.store().known("published") == result_name and not content.path.exists()
+
+    if current().first("published before", was_published):
         return documents.Metrics.read(folder.metrics_path)  # this command was killed while it moved its files
-    context = results.PruneContext(config, scene, search.trials_of(scene, config, store), store, content, console)
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
-    result = _search(context, candidates, environment)
+    trials = search.trials_of(scene, config, store)
+    context = results.PruneContext(config, scene, trials, store, content, console, environment)
+    result = _search(context, candidates)
     controls = search.random_orders(scene, config, result.fits)
     console.say(*dict.fromkeys(note for fit in result.fits for note in fit.plan.notes))
-    curve = search.trade_off(
-        search.curves(config, result, context.trials), controls, result.fits, context.trials, console
-    )
+    curve = search.trade_off(search.curves(config, result, trials), controls, result.fits, trials, console)
     pruned_models = [results.carry_out(fit, controls, context) for fit in result.fits]
-    metrics = _metrics(context, result, environment, curve, pruned_models)
+    metrics = _metrics(context, result, curve, pruned_models)
 
     def write() -> None:
-        seconds = round(seconds_scoring + store.seconds + time.monotonic() - started, 1)
+        seconds = round(scored.seconds + store.seconds + time.monotonic() - started, 1)
         document = replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds))
         _write(context, scores, result, metrics, document)
         publish(folder, content, result_name)
@@ -232,9 +233,7 @@ def _write(
 ) -> None:
     """Write the documents of a run, all but its report, beside its checkpoints."""
     source, content = context.config.source, context.content
-    if source is not None and source.scores_path.exists():
-        shutil.copyfile(source.scores_path, content.scores_path)
-    elif scores:
+    if scores:
         save_scores(content.scores_path, scores)
     if source is not None and source.heads_path.exists():
         shutil.copyfile(source.heads_path, content.heads_path)
@@ -247,9 +246,7 @@ def _write(
     report.write_cards(content)
 
 
-def _search(
-    context: results.PruneContext, scores: Sequence[HeadScores], environment: documents.Environment
-) -> SearchResult:
+def _search(context: results.PruneContext, scores: Sequence[HeadScores]) -> SearchResult:
     """The search, as it was when it first ended: what was timed is not timed again, but on another machine."""
     config = context.config
 
@@ -259,15 +256,14 @@ def _search(
         return replace(result, fits=tuple(fits.values()))
 
     timed = any(budget.timed for budget in config.search.budgets)
-    return context.store.get(f"search {environment}" if timed else "search", find)
+    return context.store.get(f"search {context.environment}" if timed else "search", find)
 
 
 def _metrics(
     context: results.PruneContext,
     result: SearchResult,
-    environment: documents.Environment,
     curve: Sequence[documents.Point],
-    pruned_models: Sequence[tuple[documents.BudgetResult, nn.Module]],
+    pruned_models: Sequence[results.CarriedOut],
 ) -> documents.Metrics:
     """What metrics.json says, with the times and the exports, which are made here."""
     scene, metric = context.scene, context.scene.metric
@@ -278,7 +274,7 @@ def _metrics(
 
     metrics = documents.Metrics(
         metric=metric,
-        environment=environment,
+        environment=context.environment,
         planning=context.config.planning(result),
         dense=documents.Dense(
             **vars(measure()),
@@ -293,30 +289,25 @@ def _metrics(
         also=tuple(
             documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also
         ),
-        **_times(context, environment, pruned_models),
+        **_times(context, pruned_models),
     )
 
     def export() -> documents.Metrics:
         models = results.export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))
-        return replace(metrics, exports=models, engines=results.time_exports(context, models, environment))
+        return replace(metrics, exports=models, engines=results.time_exports(context, models))
 
     return current().first("exports", export) if context.config.exports else metrics
 
 
-def _times(
-    context: results.PruneContext,
-    environment: documents.Environment,
-    pruned_models: Sequence[tuple[documents.BudgetResult, nn.Module]],
-) -> dict[str, Any]:
+def _times(context: results.PruneContext, pruned_models: Sequence[results.CarriedOut]) -> dict[str, Any]:
     """What is measured of time, as fields of `Metrics`; on another machine it is measured again."""
-    scene, console, store = context.scene, context.console, context.store
+    scene, console, store, environment = context.scene, context.console, context.store, context.environment
     first = partial(current().first, "timing")  # of several processes one times, while the others wait
     largest = sorted(pruned_models, key=lambda pair: -pair[0].kept)
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
     plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
-    latencies = store.get(
-        f"latency {environment}", partial(first, partial(results.time_models, scene, models, console))
-    )
+    timed = partial(results.time_models, scene, models, console)
+    latencies = store.get(f"latency {environment}", partial(first, timed))
     shapes = inputs(scene)
     prompts = [shape for shape in shapes if shape[1] == shapes[0][1]]  # of median length: they come first
 
@@ -336,3 +327,49 @@ def _times(
         n: store.get(f"{n} {environment}", partial(first, partial(measure, n, make))) for n, make in more.items()
     }
     return {"latency": latencies, **{name: value for name, value in measured.items() if value}}
+
+
+# -- results on disk ---------------------------------------------------------------------------------
+
+
+def store_of(folder: RunFolder, name: str, scene: Scene, *facts: Any, say: Callable[[str], None]) -> Store:
+    """The results of one computation: of this model, data, options and versions.
+
+    Args:
+        name: What it does.
+        facts: What else it depends on.
+    """
+    options = asdict(scene.options)
+    loading = options["loading"]
+    del loading["trust_remote_code"], options["data"]["also"], options["methods"]  # change no number here
+    del loading["device_map"], loading["device_memory"]  # nor does where weights are kept
+    parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
+    device = model_device(scene.model).type
+    return folder.store(say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
+
+
+def publish(folder: RunFolder, content: RunFolder, name: str = "") -> None:
+    """Write the report of a complete run, and put all of it in the place of what is there.
+
+    Args:
+        name: Of the result, by which a command that was killed since knows that it was the last one here.
+
+    Raises:
+        HeadPruneError: The report could not be written; all else is in its place. Or the disk is full: then nothing is, and what was
+            there stays.
+    """
+    trouble: Exception | None = None
+    try:
+        report.write(content)
+    except Exception as error:
+        if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
+            raise
+        trouble = error
+    folder.store().keep("published", name)
+    folder.publish(content.path)
+    if trouble is not None:
+        folder.clear_unfinished()  # nothing of it is needed
+        raise HeadPruneError(
+            f"The report could not be written ({type(trouble).__name__}: {first_line(trouble)}); all else is in {folder.path}.",
+            f"`headprune report {folder.path}` tries again.",
+        ) from trouble

@@ -53,6 +53,7 @@ class PruneContext:
         trials: The dense model, and how plans are masked and repaired.
         store: Keeps results.
         content: Where the run's new files go.
+        environment: Where times are measured: another one's are not taken over.
     """
 
     config: PruneConfig
@@ -61,6 +62,7 @@ class PruneContext:
     store: Store
     content: RunFolder
     console: Console
+    environment: documents.Environment
 
     def measure(
         self, name: str, what: nn.Module | Heads, also: Part | None = None, *, repaired: bool = False
@@ -84,7 +86,11 @@ class PruneContext:
         return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash}", make)
 
 
-def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> tuple[documents.BudgetResult, nn.Module]:
+CarriedOut = tuple[documents.BudgetResult, nn.Module]
+"""What is reported of a plan, and its pruned model."""
+
+
+def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> CarriedOut:
     """What is reported of a plan, and its pruned model as it is loaded from where it was saved.
 
     Args:
@@ -147,10 +153,8 @@ def _differs_from_control(repair: Repair | None) -> bool:
 def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, part: Part) -> documents.AlsoMeasured:
     """A pruned model on a second dataset."""
     metric, gain = context.scene.metric, None
-    dense, pruned = (
-        context.measure("dense", context.scene.model, part),
-        context.measure(f"pruned {plan.asked}", model, part),
-    )
+    dense = context.measure("dense", context.scene.model, part)
+    pruned = context.measure(f"pruned {plan.asked}", model, part)
     if context.config.search.repair or context.config.finetune:
         gain = compare(context.measure(f"unrepaired {plan.asked}", plan.drop, part), pruned, metric)
     return documents.AlsoMeasured(
@@ -331,7 +335,7 @@ def export_models(
 
 
 def time_exports(
-    context: PruneContext, models: Sequence[documents.ExportedModel], environment: documents.Environment
+    context: PruneContext, models: Sequence[documents.ExportedModel]
 ) -> tuple[documents.EngineLatency, ...]:
     """The models of each format against the dense one, on the inputs that the run times; of formats whose engine can be timed here."""
     rows = []
@@ -339,7 +343,7 @@ def time_exports(
         files = {m.name: context.content.path / m.file for m in models if m.format == name and m.file}
         if files and all(map(is_exported, files.values())):
             make = partial(_time_format, context, name, files)
-            rows.append(context.store.get(f"latency {name} {environment}", make))
+            rows.append(context.store.get(f"latency {name} {context.environment}", make))
     return tuple(rows)
 
 

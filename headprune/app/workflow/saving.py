@@ -1,4 +1,4 @@
-"""Saving: a pruned model as its checkpoint was stored; results as soon as they exist, so that an interrupted run continues; the run folder, as a whole.
+"""Saving: a pruned model as its checkpoint was stored.
 
 On a CPU a checkpoint in half precision is computed with in float32, which is faster and rounds no small score. Its pruned model is
 saved in half precision all the same: weights that were not refitted lose nothing by it, and the folder is not larger than
@@ -7,8 +7,7 @@ the dense one. What is measured is the saved folder, its weights widened again, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,13 @@ import torch
 from torch import nn
 
 from headprune import checkpoint
-from headprune.app import report
-from headprune.app.folders import Folder
-from headprune.app.runs import PARTS, RunFolder
 from headprune.app.sources import narrow, placing_of, stored_size, widen
 from headprune.app.workflow.scene import Scene
-from headprune.errors import HeadPruneError, PruneError, first_line, is_of_the_disk
-from headprune.fingerprint import versions
+from headprune.errors import HeadPruneError, PruneError, first_line
 from headprune.inputs import call, model_device, move
 from headprune.memory import is_out_of_memory
 from headprune.offload import copied
-from headprune.store import Store, digest
 from headprune.surgery import answers
-
-_PUBLISHED = "published"
 
 
 @dataclass(frozen=True)
@@ -135,48 +127,3 @@ def _example(scene: Scene, half: torch.dtype) -> dict[str, torch.Tensor]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def store_of(folder: Folder, name: str, scene: Scene, *facts: Any, say: Callable[[str], None]) -> Store:
-    """The results of one computation: of this model, data, options and versions.
-
-    Args:
-        name: What it does.
-        facts: What else it depends on.
-    """
-    options = asdict(scene.options)
-    loading = options["loading"]
-    del loading["trust_remote_code"], options["data"]["also"], options["methods"]  # change no number here
-    del loading["device_map"], loading["device_memory"]  # nor does where weights are kept
-    parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
-    device = model_device(scene.model).type
-    return folder.store(say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
-
-
-def was_published(folder: RunFolder, name: str) -> bool:
-    """Whether a result of this name was the last one that `publish` began to put here, if a command was killed since."""
-    return bool(Store(folder.unfinished).known(_PUBLISHED) == name)
-
-
-def publish(folder: RunFolder, content: RunFolder, name: str = "") -> None:
-    """Write the report of a complete run, and put all of it in the place of what is there.
-
-    Raises:
-        HeadPruneError: The report could not be written; all else is in its place. Or the disk is full: then nothing is, and what was
-            there stays.
-    """
-    trouble: Exception | None = None
-    try:
-        report.write(content)
-    except Exception as error:
-        if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
-            raise
-        trouble = error
-    Store(folder.unfinished).keep(_PUBLISHED, name)
-    folder.publish(content.path, PARTS)
-    if trouble is not None:
-        folder.clear_unfinished()  # nothing of it is needed
-        raise HeadPruneError(
-            f"The report could not be written ({type(trouble).__name__}: {first_line(trouble)}); all else is in {folder.path}.",
-            f"`headprune report {folder.path}` tries again.",
-        ) from trouble

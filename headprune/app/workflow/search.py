@@ -13,7 +13,7 @@ from headprune.app.workflow.scene import Console, Scene, budget_input
 from headprune.budgets import Budget, Fit
 from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError, ScoresError
-from headprune.evaluation import measurable
+from headprune.evaluation import interval, measurable
 from headprune.options import SearchOptions
 from headprune.plan_search import SearchResult
 from headprune.planning import AUTO, Order, Search, abouts, arrange, needs_scores
@@ -179,25 +179,17 @@ def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> S
     inputs = budget_input(scene) if budget.timed else scene.typical_input()
     if trials is not None:
         return plan_search.subject_of(trials, scene.example, inputs)
-    return Subject(scene.model, scene.layers, scene.example, inputs, metric=scene.metric)
+    return Subject(scene.model, scene.layers, scene.example, inputs)
 
 
 def random_orders(scene: Scene, config: PruneConfig, fits: Sequence[Fit]) -> list[Order]:
     """The control: heads drawn at random, under the same constraints."""
-    levels = sorted({f.plan.kept for f in fits})
-    batches = list(scene.parts.score.batches())[:1]
-    return [
-        arrange(
-            Search(
-                scene.maskable,
-                score(scene.model, batches, "random", layers=scene.layers, seed=scene.options.seed + i),
-                plan_search.constraints_of(config.search, scene.maskable),
-            ),
-            "one-shot",
-            levels,
-        )
-        for i in range(RANDOM_DRAWS)
-    ]
+    levels, batches = sorted({f.plan.kept for f in fits}), list(scene.parts.score.batches())[:1]
+    constraints, orders = plan_search.constraints_of(config.search, scene.maskable), []
+    for seed in range(scene.options.seed, scene.options.seed + RANDOM_DRAWS):
+        scores = score(scene.model, batches, "random", layers=scene.layers, seed=seed)
+        orders.append(arrange(Search(scene.maskable, scores, constraints), "one-shot", levels))
+    return orders
 
 
 def curves(config: PruneConfig, result: SearchResult, trials: Trials) -> dict[str, Order]:
@@ -241,6 +233,11 @@ def trade_off(
     curve = []
     with console.track("trade-off on the choosing part") as progress:
         for i, (name, plan) in enumerate(jobs):
-            curve.append(Point(**trials.point(name, plan)))
+            measured = trials.measure(plan.drop)
+            low, high = interval(measured, trials.metric)
+            value, loss = measured.metrics[trials.metric], measured.metrics["loss"]
+            curve.append(
+                Point(method=name, kept=plan.kept, asked=plan.asked, value=value, low=low, high=high, loss=loss)
+            )
             progress(i + 1, len(jobs))
     return curve
