@@ -122,6 +122,7 @@ def test_killed_while_files_are_moved_a_command_goes_on_without_overwrite(
     assert killed["status"] == -KILL, killed["stderr"]
     (again,) = processes.run(job)
     assert again["status"] == 0, again["stderr"]
+    assert results_of(here / job["arguments"][-1]) == results_of(tmp_path / "count" / job["arguments"][-1])
 
 
 # -- in one process, stopped by hand ----------------------------------------------------------
