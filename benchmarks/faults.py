@@ -27,20 +27,19 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import transformers as tf
 from document import replace_section
 
 import headprune as hp
 from headprune.app.runs import RunFolder
-from tests.support.folders import common, sentences, tokenizer, write_jsonl
-from tests.support.interrupted import Processes
-from tests.support.zoo import randomise
+from tests.support.folders import tiny_world
+from tests.support.interrupted import Processes, without_costs
 
 ROOT = Path(__file__).resolve().parents[1]
 FULL = {"moments": 150, "renames": 60, "disk": 15, "bits": 6}
@@ -62,31 +61,11 @@ OLDER = {
     "finetune": f"{STEPS['finetune']} --seed 5",
     "export": f"{STEPS['export']} --dtype float16",
 }
-# What documents say of time and effort, and what depends on the number of times that a command was typed.
-COSTS = {"seconds", "passes", "latency", "time", "generation", "environment", "when", "resumed", "command", "commands", "checksum", "checksums"}  # fmt: skip
 Row = dict[str, Any]
 Trials = Iterator[tuple[str, Callable[[], Row]]]
 
 
 # -- the world ------------------------------------------------------------------------------------------
-
-
-def make(world: Path) -> None:
-    """A classifier ``m`` with a layer of four heads, and data ``d``."""
-    config = tf.BertConfig(**common(num_hidden_layers=1, hidden_size=16, intermediate_size=8))
-    randomise(tf.BertForSequenceClassification(config)).save_pretrained(world / "m")
-    tokenizer().save_pretrained(world / "m")
-    for split, count, seed in (("train", 12, 1), ("validation", 8, 2), ("test", 10, 3)):
-        write_jsonl(world / "d" / f"{split}.jsonl", sentences(count, seed))
-
-
-def timeless(value: Any) -> Any:
-    """A document without what it says of time and effort."""
-    if isinstance(value, dict):
-        return {k: timeless(v) for k, v in value.items() if k not in COSTS}
-    if isinstance(value, list):
-        return [timeless(v) for v in value if not (isinstance(v, str) and "forward passes" in v)]
-    return value
 
 
 def seen(world: Path) -> Any:
@@ -104,7 +83,7 @@ def seen(world: Path) -> Any:
             if any(part.startswith(".") for part in path.relative_to(world).parts) or not path.is_file():
                 continue  # hidden: left by a command that was killed
             if path.suffix == ".json" and not path.name.startswith(("tokenizer", "config", "generation")):
-                found[name] = timeless(json.loads(path.read_text()))
+                found[name] = without_costs(json.loads(path.read_text()))
             elif path.suffix == ".safetensors" or (path.parent.name.startswith("pruned-") and path.suffix != ".md"):
                 found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
             else:
@@ -131,9 +110,11 @@ class Base:
     def __init__(self, home: Path) -> None:
         self.home, self.processes, self.seconds = home, Processes(), dict[str, float]()
         self.seen: dict[str, Any] = {}
+        self.files = cache(self._files)
+        self.undisturbed = cache(self._undisturbed)
         here = home / "here"
         here.mkdir(parents=True)
-        make(here)
+        tiny_world(here, (12, 8, 10), num_hidden_layers=1)
         for step, typed in STEPS.items():
             self._keep(f"before {step}", here)
             old = self.copy("before", step, "was")
@@ -162,6 +143,21 @@ class Base:
         """
         (ended,) = self.processes.run({"cwd": str(world), "arguments": typed.split(), **more})
         return ended
+
+    def _files(self, kind: str, step: str) -> int:
+        """How many files an undisturbed command puts in place."""
+        return self.run(self.copy(kind, step), typed(step, kind == "old"))["renames"]
+
+    def _undisturbed(self, where: str, reads: str) -> Any:
+        """What a reader finds in a world that nothing was done to."""
+        state, _, step = where.partition(" ")
+        if state == "left":  # by a command that was killed when most was done
+            stop = max(2, 2 * self.files("before", step) // 3)
+            self.run(self.copy("before", step), STEPS[step], stop=stop, signal=int(signal.SIGKILL))
+            shutil.copytree(self.home / "world", self.home / where)
+        found, ended = reading(self, reads, self.copy(state, step))
+        assert ended["status"] == 0, (where, ended)
+        return found
 
 
 def typed(step: str, over: bool) -> str:
@@ -243,8 +239,7 @@ def renames(base: Base, count: int, seed: int) -> Trials:
         def trial(number: int = number) -> Row:
             rng = random.Random(f"renames {number} {seed}")
             step = list(STEPS)[number % len(STEPS)]
-            files = base.run(base.copy("old", step), typed(step, over=True))["renames"]
-            world = base.copy("old", step)
+            files, world = base.files("old", step), base.copy("old", step)
             ended = base.run(world, typed(step, True), stop=rng.randint(1, files), signal=int(signal.SIGKILL))
             return judged(base, "kill -9 before a file is put in place", step, True, number % 3 > 0, world, ended)
 
@@ -352,15 +347,7 @@ def damage(file: Path, how: str, rng: random.Random) -> None:
 def damaged(base: Base, kind: tuple[str, str, str, str], how: str, rng: random.Random) -> Row:
     """Damage a file of a kind, and read it."""
     name, where, pattern, reads = kind
-    if where not in base.seen:
-        state, _, step = where.partition(" ")
-        if state == "left":  # by a command that was killed when most was done
-            files = base.run(base.copy("before", step), STEPS[step])["renames"]
-            base.run(base.copy("before", step), STEPS[step], stop=max(2, 2 * files // 3), signal=int(signal.SIGKILL))
-            shutil.copytree(base.home / "world", base.home / where)
-        base.seen[where] = True
-    expected, ended = reading(base, reads, base.copy(*where.split(" ")))
-    assert ended["status"] == 0, (name, ended)
+    expected = base.undisturbed(where, reads)
     world = base.copy(*where.split(" "))
     files = sorted(path for path in world.glob(pattern) if path.is_file() and path.stat().st_size)
     file = rng.choice(files)
@@ -456,6 +443,12 @@ def document(results: Results) -> str:
     return "\n\n".join([tried, machine, files, f"{where} Again: `python benchmarks/faults.py --work DIR`."])
 
 
+def own_namespace() -> list[str]:
+    """What to put before a command so that no mount of its stays; nothing where that cannot be had."""
+    command = ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
+    return command if subprocess.run([*command, "true"], check=False).returncode == 0 else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="where results are kept [a temporary folder]")
@@ -463,10 +456,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=list(PARTS), action="append", help="this part")
     options = parser.parse_args()
-    flags = "-m" if os.geteuid() == 0 else "-rm"  # a namespace of its own, so that no mount stays
-    if MOUNTS not in os.environ and subprocess.run(["unshare", flags, "true"], check=False).returncode == 0:
+    if MOUNTS not in os.environ and (namespace := own_namespace()):
         os.environ[MOUNTS] = "1"
-        os.execvp("unshare", ["unshare", flags, sys.executable, *sys.argv])
+        os.execvp(namespace[0], [*namespace, sys.executable, *sys.argv])
     with tempfile.TemporaryDirectory(prefix="headprune-faults-") as scratch:
         os.environ |= {
             "HF_DATASETS_CACHE": f"{scratch}/cache",

@@ -35,13 +35,17 @@ def test_compiled_before_and_after() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["olmo2", "timesformer", "phi3"])
-def test_a_pruned_model_compiles(name: str) -> None:
-    """Selections, claimed widths and views of the config are what compilers may trip over."""
+@pytest.mark.parametrize(
+    ("name", "backend"), [("olmo2", "inductor"), ("timesformer", "aot_eager"), ("phi3", "aot_eager")]
+)
+def test_a_pruned_model_compiles(name: str, backend: str) -> None:
+    """Selections, claimed widths and views of the config are what compilers may trip over: mostly when they trace."""
     model, example = made(name)
     layer = hp.find_attention(model, example)[0]
     hp.prune(model, {layer.name: list(layer.units[0])}, example)
-    torch.testing.assert_close(answer(torch.compile(model), example), answer(model, example), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        answer(torch.compile(model, backend=backend), example), answer(model, example), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_autocast() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from scipy.special import expit, softmax
 from torch import nn
 
 import headprune as hp
@@ -15,11 +16,6 @@ from tests.support.causal import my_gpt, texts
 from tests.support.finetuning import pair, t5
 from tests.support.folders import common
 from tests.support.zoo import bert, gpt2, labelled, llama, randomise, text, vit
-
-
-def softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
@@ -32,9 +28,9 @@ def test_the_loss_of_a_classifier_by_hand(alpha: float, temperature: float) -> N
     with torch.no_grad():
         found = DistillationLoss(pruned, dense, Mixture(alpha, temperature), batch)(batch).numpy()
         z, t = pruned(**inputs).logits.numpy(), dense(**inputs).logits.numpy()
-    p, q = softmax(t / temperature), softmax(z / temperature)
+    p, q = softmax(t / temperature, -1), softmax(z / temperature, -1)
     divergence = temperature**2 * (p * (np.log(p) - np.log(q))).sum(-1)
-    entropy = -np.log(softmax(z)[np.arange(len(z)), batch["labels"].numpy()])
+    entropy = -np.log(softmax(z, -1)[np.arange(len(z)), batch["labels"].numpy()])
     np.testing.assert_allclose(found, alpha * divergence + (1 - alpha) * entropy, rtol=1e-12)
     assert divergence.min() > 1e-4
 
@@ -54,10 +50,10 @@ def test_the_loss_of_tokens_by_hand() -> None:
     for row in range(3):
         real = example["attention_mask"][row].bool().numpy()
         z, t = now.logits[row].numpy(), known.logits[row].numpy()
-        p, q = softmax(t / 2), softmax(z / 2)
+        p, q = softmax(t / 2, -1), softmax(z / 2, -1)
         divergence = (4 * (p * np.log(p / q)).sum(-1))[real].mean()
         where = [i for i in range(7) if labels[row, i] >= 0]
-        entropy = np.mean([-np.log(softmax(z[i])[labels[row, i]]) for i in where]) if where else 0.0
+        entropy = np.mean([-np.log(softmax(z[i], -1)[labels[row, i]]) for i in where]) if where else 0.0
         hidden = [
             ((a[row].numpy() - b[row].numpy())[real] ** 2).mean() / (b[row].numpy()[real] ** 2).mean()
             for a, b in zip(now.hidden_states, known.hidden_states, strict=True)
@@ -76,13 +72,9 @@ def test_several_labels_at_once_by_hand() -> None:
     with torch.no_grad():
         found = DistillationLoss(pruned, dense, Mixture(0.5, 2.0), batch)(batch).numpy()
         z, t = pruned(**example).logits.numpy(), dense(**example).logits.numpy()
-
-    def sigmoid(x: np.ndarray) -> np.ndarray:
-        return 1 / (1 + np.exp(-x))
-
-    p, q, y = sigmoid(t / 2), sigmoid(z / 2), batch["labels"].numpy()
+    p, q, y = expit(t / 2), expit(z / 2), batch["labels"].numpy()
     divergence = 4 * (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).sum(-1)
-    entropy = -(y * np.log(sigmoid(z)) + (1 - y) * np.log(1 - sigmoid(z))).mean(-1)
+    entropy = -(y * np.log(expit(z)) + (1 - y) * np.log(1 - expit(z))).mean(-1)
     np.testing.assert_allclose(found, 0.5 * divergence + 0.5 * entropy, rtol=1e-6)
 
 
@@ -139,22 +131,16 @@ def test_question_answering_learns_where_the_answer_is() -> None:
 
 @pytest.mark.parametrize(("wrong", "message"), [
     (lambda: DistillationLoss(bert()[0], None, Mixture(), labelled(*bert())), "no dense model"),
-    (lambda: DistillationLoss(bert()[0], _more_classes(), Mixture(), labelled(*bert())), "logits are"),
-    (lambda: DistillationLoss(bert()[0], _narrow(), Mixture(hidden_states=True), labelled(*bert())), "hidden states are"),
+    (lambda: DistillationLoss(bert()[0], _other(num_labels=3), Mixture(), labelled(*bert())), "logits are"),
+    (lambda: DistillationLoss(bert()[0], _other(hidden_size=16, num_hidden_layers=3), Mixture(hidden_states=True), labelled(*bert())), "hidden states are"),
 ])  # fmt: skip
 def test_what_cannot_be(wrong: Any, message: str) -> None:
     with pytest.raises(hp.HeadPruneError, match=message):
         wrong()
 
 
-def _more_classes() -> nn.Module:
-    return randomise(tf.BertForSequenceClassification(tf.BertConfig(**common(vocab_size=100, num_labels=3))))
-
-
-def _narrow() -> nn.Module:
-    return randomise(
-        tf.BertForSequenceClassification(tf.BertConfig(**common(vocab_size=100, hidden_size=16, num_hidden_layers=3)))
-    )
+def _other(**sizes: int) -> nn.Module:
+    return randomise(tf.BertForSequenceClassification(tf.BertConfig(**common(vocab_size=100, **sizes))))
 
 
 def test_fine_tuning_learns_what_is_measured() -> None:

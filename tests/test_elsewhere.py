@@ -162,18 +162,57 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return tried
 
 
+LOCAL = """
+import shlex, socket, sys
+
+def note(event, given):
+    if event in ("socket.connect", "socket.getaddrinfo"):
+        tried.append(given)
+        raise OSError(101, "Network is unreachable")
+
+tried = []
+sys.addaudithook(note)
+from tests.support.interrupted import load
+from headprune.cli import app
+import headprune as hp
+load()
+for line in sys.argv[1:]:
+    try:
+        app(shlex.split(line))
+    except SystemExit as done:
+        assert not done.code, line
+hp.save(hp.load("r/pruned-4"), "again")
+assert not tried, tried
+try:
+    socket.create_connection(("1.1.1.1", 80), 1)
+except OSError:
+    assert tried
+"""
+
+
 @pytest.mark.slow
-def test_local_work_calls_no_one(cut: list[Any], here: Path, bert_folder: Path, data_folder: Path, brief: None) -> None:
-    run("inspect", bert_folder)
-    run("score", bert_folder, "-d", data_folder, "-m", "gradient", "-L", 20, "-o", "r")
-    run("prune", "-k", 4, "-s", "one-shot", "--scores", "r", "-o", "r")
-    run("report", "r")
-    run("show", "r", "--text", "good film")
-    run("export", "r", "--to", "onnx", "-o", "m.onnx")
-    run("bench", bert_folder, "r", "--batch-sizes", "1", "--lengths", "8")
-    run("finetune", "r/pruned-4", "--epochs", "0.2", "-o", "f")
-    hp.save(hp.load("r/pruned-4"), "again")
-    assert cut == []
+def test_local_work_calls_no_one(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    """Without HF_HUB_OFFLINE; and, where such namespaces may be made, where there is no network at all."""
+    lines = f"""inspect {bert_folder}
+        score {bert_folder} -d {data_folder} -m gradient -L 20 -o r
+        prune -k 4 -s one-shot --scores r -o r
+        report r
+        show r --text "good film"
+        export r --to onnx -o m.onnx
+        bench {bert_folder} r --batch-sizes 1 --lengths 8
+        finetune r/pruned-4 --epochs 0.2 -o f"""
+    cut = ["unshare", "-rn"] if shutil.which("unshare") else []
+    if cut and subprocess.run([*cut, "true"], capture_output=True, check=False).returncode:
+        cut = []
+    environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
+    done = subprocess.run(
+        [*cut, sys.executable, "-c", LOCAL, *map(str.strip, lines.splitlines())], capture_output=True, text=True, check=False,
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {"report.md", "report.html", "pruned-4"} <= {p.name for p in (here / "r").iterdir()}
+    assert (here / "m.onnx").stat().st_size > 1000
+    assert json.loads((here / "r" / "metrics.json").read_text())["headprune"] == "metrics"
 
 
 @pytest.mark.parametrize("name", ["./gone", "../gone", "gone/a/b", "/gone", "~/gone"])
@@ -220,33 +259,3 @@ def test_a_row_names_no_image_elsewhere(cut: list[Any], here: Path) -> None:
         with pytest.raises(hp.HeadPruneError, match="column 'image' holds no image"):
             load_parts(DataOptions(str(data)), loaded)
     assert not [host for host in cut if "127" in str(host)]  # datasets may have looked for news of its own
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare (Linux)")
-def test_for_real_without_a_network(here: Path, bert_folder: Path, data_folder: Path) -> None:
-    """In a namespace that has no network at all, and without HF_HUB_OFFLINE."""
-    if subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no namespaces may be made here")
-    script = (
-        "import sys; from headprune.cli import app\n"
-        "def run(*typed):\n"
-        "    try: app(list(typed))\n"
-        "    except SystemExit as done: assert not done.code, typed\n"
-        f"run('score', {str(bert_folder)!r}, '-d', {str(data_folder)!r}, '-m', 'gradient', '-L', '20', '-o', 'r', '-q')\n"
-        "run('prune', '-k', '4', '-s', 'one-shot', '--scores', 'r', '-o', 'r', '-q')\n"
-        "run('report', 'r', '-q')\nrun('export', 'r', '--to', 'onnx', '-o', 'm.onnx', '-q')\n"
-        "import socket\n"
-        "try: socket.create_connection(('1.1.1.1', 80), 1)\n"
-        "except OSError as error: print('cut off:', error)\n"
-    )
-    environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")}
-    done = subprocess.run(
-        ["unshare", "-rn", sys.executable, "-c", script], capture_output=True, text=True, check=False,
-        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "cut off:" in done.stdout
-    assert {"report.md", "report.html", "pruned-4"} <= {p.name for p in (here / "r").iterdir()}
-    assert (here / "m.onnx").stat().st_size > 1000
-    assert json.loads((here / "r" / "metrics.json").read_text())["headprune"] == "metrics"

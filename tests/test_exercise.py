@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import exercise
 import exercise_translator as translator
@@ -126,23 +121,3 @@ def test_a_number_counts_as_right_if_all_its_words_are():
     for i, batch in enumerate(batches):
         right = bool((model(**exercise.without_labels(batch))["logits"].argmax(-1) == batch["labels"]).all())
         assert measured.correct[i] == right
-
-
-# -- the quick start -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_quick_start_runs(tmp_path):
-    """Every command of docs/quickstart.md but those that install, and its Python."""
-    text = (exercise.ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    commands = [line for block in re.findall(r"```bash\n(.*?)```", text, re.S) for line in block.splitlines()]
-    commands = [line for line in commands if not line.startswith(("git ", "python3 -m venv", "pip "))]
-    assert len(commands) >= 8
-    here = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    for line in commands:
-        done = subprocess.run(shlex.split(line), cwd=tmp_path, env=here, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    done = subprocess.run(["python", "-c", code], cwd=tmp_path, env=here, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "times as fast" in done.stdout

@@ -91,17 +91,9 @@ def test_training_brings_the_pruned_model_nearer(make: Any, tmp_path: Path, capf
 
 
 def test_labels_alone_and_a_plain_module(tmp_path: Path) -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = nn.Linear(4, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.line(x)
-
-    model = randomise(Plain())
+    model = randomise(nn.Linear(4, 3))
     x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
-    made = [{"x": a, "labels": b} for a, b in zip(x.split(4), x[:, :3].argmax(-1).split(4), strict=True)]
+    made = [{"input": a, "labels": b} for a, b in zip(x.split(4), x[:, :3].argmax(-1).split(4), strict=True)]
     options = FinetuneOptions(epochs=20, learning_rate=0.05, mixture=Mixture(alpha=0))
     _, training = tuned(model, None, made, made, tmp_path, options, metric="accuracy")
     assert training.history[-1]["loss"] < training.history[0]["loss"]
@@ -328,19 +320,12 @@ def test_a_damaged_checkpoint_is_not_used(damage: Callable[[Path], None], all_of
 def test_the_best_weights_outlive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second epoch is the best, and the training is interrupted in the third; patience goes on where it was."""
     dense, pruned, train, choose = setting(2)
-    losses = iter([9.0, 8.0, 1.0, 9.0, 5.0, 6.0, 9.0])  # the fourth and the last are from before training
-    best: list[str] = []
-
-    def fake(model: nn.Module, *_: Any) -> Measurement:
-        loss = next(losses)
-        best.extend([fingerprint(model)] if loss == 1.0 else [])
-        return Measurement({"loss": loss}, np.zeros(0), np.zeros(0), np.zeros(0))
-
-    monkeypatch.setattr(room, "evaluate", fake)
+    # The fourth and the last are from before training.
+    seen = scripted(monkeypatch, [(0, loss) for loss in (9.0, 8.0, 1.0, 9.0, 5.0, 6.0, 9.0)])
     options = FinetuneOptions(epochs=9)
     with pytest.raises(Interrupted):
         tuned(pruned, dense, train, choose, tmp_path, options, progress=stopping_at(6))
     for resumed in (5, 8):
         model, training = tuned(pruned, dense, train, choose, tmp_path, options)
         assert (training.resumed, training.steps, training.best) == (resumed, 8, 4)
-        assert [fingerprint(model)] == best
+        assert fingerprint(model) == seen[2]

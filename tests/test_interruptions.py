@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers as tf
 
 import headprune as hp
 from tests.support.commands import run
-from tests.support.folders import common, sentences, tokenizer, write_jsonl
-from tests.support.interrupted import COSTS, Processes
-from tests.support.zoo import randomise
+from tests.support.folders import sentences, tiny_world, write_jsonl
+from tests.support.interrupted import Processes, without_costs
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
@@ -23,28 +21,13 @@ KILL, TERM = signal.SIGKILL, signal.SIGTERM
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model ``m`` of one layer with four heads, and data ``d``."""
-    folder = tmp_path_factory.mktemp("tiny")
-    config = tf.BertConfig(**common(num_hidden_layers=1, hidden_size=16, intermediate_size=8))
-    randomise(tf.BertForSequenceClassification(config)).save_pretrained(folder / "m")
-    tokenizer().save_pretrained(folder / "m")
-    for split, count, seed in (("train", 12, 1), ("validation", 8, 2), ("test", 10, 3)):
-        write_jsonl(folder / "d" / f"{split}.jsonl", sentences(count, seed))
-    return folder
+    return tiny_world(tmp_path_factory.mktemp("tiny"), (12, 8, 10), num_hidden_layers=1)
 
 
 def copy(tiny: Path, folder: Path) -> Path:
     """The model and the data in a folder of a test's own, so that all paths in documents are alike."""
     shutil.copytree(tiny, folder)
     return folder
-
-
-def without_costs(value: Any) -> Any:
-    """A document without what it says of time and effort."""
-    if isinstance(value, dict):
-        return {k: without_costs(v) for k, v in value.items() if k not in COSTS}
-    if isinstance(value, list):
-        return [without_costs(v) for v in value if not (isinstance(v, str) and "forward passes" in v)]
-    return value
 
 
 def results_of(folder: Path) -> dict[str, Any]:
@@ -139,6 +122,7 @@ def test_killed_while_files_are_moved_a_command_goes_on_without_overwrite(
     assert killed["status"] == -KILL, killed["stderr"]
     (again,) = processes.run(job)
     assert again["status"] == 0, again["stderr"]
+    assert results_of(here / job["arguments"][-1]) == results_of(tmp_path / "count" / job["arguments"][-1])
 
 
 # -- in one process, stopped by hand ----------------------------------------------------------

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,16 @@ PLACE = torch.device("cuda:0") if REAL else DEVICE
 only_pretended = pytest.mark.skipif(REAL, reason="this is about the pretended device")
 
 
+@contextmanager
+def a_device() -> Iterator[Pretended | None]:
+    """A machine with a GPU. What the CPU gives is computed outside: the pretended device looks at every operation."""
+    with nullcontext() if REAL else pretended() as found:
+        yield found
+
+
 @pytest.fixture
 def there() -> Iterator[Pretended | None]:
-    """A machine with a GPU."""
-    if REAL:
-        yield None
-        return
-    with pretended() as found:
+    with a_device() as found:
         yield found
 
 
@@ -122,9 +126,9 @@ def dtype_of(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
 
-def searched(case: Case, model: nn.Module) -> list[hp.PruningPlan]:
+def searched(case: Case, model: nn.Module) -> hp.PruningPlan:
     *fitted, chosen = case.batches
-    return hp.search(model, fitted, keep=["60%", "30%"], choose=[chosen], loss_fn=case.loss_fn)
+    return hp.search(model, fitted, keep="40%", choose=[chosen], loss_fn=case.loss_fn)[0]
 
 
 # -- the device itself -----------------------------------------------------------------------------
@@ -218,29 +222,31 @@ def test_the_precisions_of_pytorch_2_9_are_put_back_too() -> None:
 
 def whole_path(case: Case, folder: Path, plan: hp.PruningPlan | dict[str, list[int]] | None = None) -> None:
     """Search (or a plan that is given), repair, prune with proof, save, load and evaluate, on both devices."""
-    model, moved, dtype = copy.deepcopy(case.model), on_device(case.model), dtype_of(case.model)
-    if plan is None:
-        plans, others = searched(case, model), searched(case, moved)
-        assert REAL or [p.drop for p in plans] == [p.drop for p in others]  # rounding may rank two heads otherwise
-        plan = plans[-1]  # of the copy on the CPU, for both
-    fitted = case.batches[:2]
-    mine, other = hp.repair(model, plan, fitted), hp.repair(moved, plan, fitted)
-    proof, proved = (hp.prune(m, plan, case.example) for m in (model, moved))
-    assert all(p.device == PLACE for p in moved.parameters())
-    metrics = [hp.evaluate(m, case.batches, loss_fn=case.loss_fn).metrics for m in (model, moved)]
-    if REAL:
-        assert proved.difference <= proved.tolerance
-    else:
-        assert (mine, proof, metrics[0]) == (other, proved, metrics[1])
-        same_tensors(model, moved)
-    if isinstance(model, tf.PreTrainedModel):
-        hp.save(moved, folder)
-        same_tensors(moved, hp.load(folder))
-        loaded = hp.load(folder, device="cuda")
-        assert all(p.device == PLACE for p in loaded.parameters())
-        alike(
-            hp.evaluate(moved, case.batches).metrics["loss"], hp.evaluate(loaded, case.batches).metrics["loss"], dtype
-        )
+
+    def work(model: nn.Module, plan: Any) -> tuple[Any, ...]:
+        done, proof = hp.repair(model, plan, case.batches[:2]), hp.prune(model, plan, case.example)
+        return done, proof, hp.evaluate(model, case.batches, loss_fn=case.loss_fn).metrics
+
+    model, known = copy.deepcopy(case.model), plan or searched(case, case.model)
+    mine = work(model, known)
+    with a_device():
+        moved, dtype = on_device(case.model), dtype_of(case.model)
+        if plan is None:
+            found = searched(case, moved)
+            assert REAL or found.drop == known.drop  # rounding may rank two heads otherwise
+        other = work(moved, known)
+        assert all(p.device == PLACE for p in moved.parameters())
+        if REAL:
+            assert other[1].difference <= other[1].tolerance
+        else:
+            assert mine == other
+            same_tensors(model, moved)
+        if isinstance(model, tf.PreTrainedModel):
+            hp.save(moved, folder)
+            same_tensors(moved, hp.load(folder))
+            loaded = hp.load(folder, device="cuda")
+            assert all(p.device == PLACE for p in loaded.parameters())
+            alike(*(hp.evaluate(each, case.batches).metrics["loss"] for each in (moved, loaded)), dtype)
 
 
 def small() -> Case:
@@ -250,45 +256,48 @@ def small() -> Case:
     return Case(model, [zoo.labelled(model, zoo.text(rows, 5, seed=rows), seed=rows) for rows in (3, 2)])
 
 
-def test_a_layer_is_repaired_pruned_and_saved_as_on_the_cpu(there: Pretended, tmp_path: Path) -> None:
+def test_a_layer_is_repaired_pruned_and_saved_as_on_the_cpu(tmp_path: Path) -> None:
     whole_path(small(), tmp_path / "saved", {"bert.encoder.layer.0.attention.self": [0, 2]})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_whole_path_equals_the_cpus(name: str, there: Pretended, tmp_path: Path) -> None:
+def test_the_whole_path_equals_the_cpus(name: str, tmp_path: Path) -> None:
     whole_path(made(name), tmp_path / "saved")
 
 
 def scores_alike(case: Case, methods: list[str], settings: Settings = SETTINGS) -> None:
-    model = on_device(case.model)
-    layers = hp.find_attention(model, case.example)
-    assert layers == hp.find_attention(case.model, case.example)
-    for method in methods:
-        mine = hp.score(case.model, case.batches, method, settings=settings, layers=layers, loss_fn=case.loss_fn)
-        other = hp.score(model, case.batches, method, settings=settings, layers=layers, loss_fn=case.loss_fn)
-        assert other.flat().device.type == "cpu"
-        alike(mine.flat(), other.flat(), dtype_of(model))
-        if not REAL:
-            assert mine.details == other.details, method  # replays and all
+    layers = hp.find_attention(case.model, case.example)
+
+    def work(model: nn.Module) -> list[hp.HeadScores]:
+        how = {"settings": settings, "layers": layers, "loss_fn": case.loss_fn}
+        return [hp.score(model, case.batches, method, **how) for method in methods]
+
+    known = work(case.model)
+    with a_device():
+        model = on_device(case.model)
+        assert layers == hp.find_attention(model, case.example)
+        for mine, other in zip(known, work(model), strict=True):
+            assert other.flat().device.type == "cpu"
+            alike(mine.flat(), other.flat(), dtype_of(model))
+            assert REAL or mine.details == other.details, other.method  # replays and all
 
 
-def test_scores_equal_the_cpus(there: Pretended) -> None:
+def test_scores_equal_the_cpus() -> None:
     scores_alike(small(), ["ablation", "resample-ablation", "entropy"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_all_scores_equal_the_cpus(name: str, there: Pretended) -> None:
+def test_all_scores_equal_the_cpus(name: str) -> None:
     # The gates that these train get their slopes on the CPU: within a backward pass the pretended device can't tell that from a cast.
     scores_alike(made(name), [method for method in METHODS if method not in ("l0", "dsp")])
     scores_alike(made(name), ["ablation"], Settings(examples=4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_half_precision_on_a_device(name: str, dtype: torch.dtype, there: Pretended, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("bert", torch.float16), ("llama", torch.bfloat16)])
+def test_half_precision_on_a_device(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     case = made(name)
     case.model.to(dtype)
     scores_alike(case, ["gradient", "ablation", "output-norm", "mean-ablation"])
@@ -297,26 +306,36 @@ def test_half_precision_on_a_device(name: str, dtype: torch.dtype, there: Preten
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_else_there_is_to_do_on_a_device(name: str, there: Pretended) -> None:
+def test_what_else_there_is_to_do_on_a_device(name: str) -> None:
     """Heads are seen as on the CPU, answers are compared without labels, models are masked and timed."""
     case = made(name)
-    models = case.model, on_device(case.model)
-    alike(*(hp.attention_weights(m, case.example) for m in models))
-    profiles = [hp.profile_heads(m, [case.example]) for m in models]
-    assert REAL or str(profiles[0]) == str(profiles[1])
-    if name in ("bert", "llama"):
-        bare = [{k: v for k, v in batch.items() if k != "labels"} for batch in case.batches]
-        for method in ("gradient", "ablation"):
-            alike(*(hp.score(m, bare, method, distil=True).flat() for m in models))
-        plans = [hp.search(m, bare[:2], keep="50%", choose=bare[2:], distil=True)[0] for m in models]
-        assert REAL or plans[0].drop == plans[1].drop
-    pruned, layers = copy.deepcopy(models[1]), hp.find_attention(models[1], case.example)
-    plan = {layer.name: list(layer.units[0]) for layer in layers}
-    with hp.mask(models[1], plan, case.example):
-        hp.evaluate(models[1], case.batches, loss_fn=case.loss_fn)
-    hp.prune(pruned, plan, case.example)
-    row = hp.benchmark({"dense": models[1], "pruned": pruned}, case.example, min_runs=2, min_seconds=0.001)
-    assert row.speedups["pruned"].ratio > 0
+    bare = (
+        [{k: v for k, v in batch.items() if k != "labels"} for batch in case.batches]
+        if name in ("bert", "llama")
+        else []
+    )
+
+    def work(model: nn.Module) -> tuple[Any, ...]:
+        scores = [hp.score(model, bare, method, distil=True).flat() for method in ("gradient", "ablation") if bare]
+        plans = hp.search(model, bare[:2], keep="50%", choose=bare[2:], distil=True) if name == "llama" else []
+        profiles = str(hp.profile_heads(model, [case.example]))
+        return hp.attention_weights(model, case.example), scores, [plan.drop for plan in plans], profiles
+
+    weights, scores, plans, profiles = work(case.model)
+    with a_device():
+        model = on_device(case.model)
+        found = work(model)
+        alike(weights, found[0])
+        for pair in zip(scores, found[1], strict=True):
+            alike(*pair)
+        assert REAL or (plans, profiles) == found[2:]
+        pruned, layers = copy.deepcopy(model), hp.find_attention(model, case.example)
+        plan = {layer.name: list(layer.units[0]) for layer in layers}
+        with hp.mask(model, plan, case.example):
+            hp.evaluate(model, case.batches, loss_fn=case.loss_fn)
+        hp.prune(pruned, plan, case.example)
+        row = hp.benchmark({"dense": model, "pruned": pruned}, case.example, min_runs=2, min_seconds=0.001)
+        assert row.speedups["pruned"].ratio > 0
 
 
 def crossings(there: Pretended, heads: int, tokens: int, batches: int, work: str) -> int:
@@ -346,8 +365,7 @@ def test_heads_and_tokens_are_not_copied_one_by_one(work: str, there: Pretended)
     base = crossings(there, 4, 7, 2, work)
     # A few rounds of a repair or a search may be tried more or less.
     spare = 0.1 if work in ("repair", "search") else 0.0
-    assert crossings(there, 8, 7, 2, work) <= base * (1 + spare)
-    assert crossings(there, 4, 14, 2, work) <= base * (1 + spare)
+    assert crossings(there, 8, 14, 2, work) <= base * (1 + spare)
     if work not in ("repair", "search"):
         assert (crossings(there, 4, 7, 4, work) - base) / 2 < 30  # the model itself asks about its mask
 

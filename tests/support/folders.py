@@ -9,28 +9,12 @@ from pathlib import Path
 import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from tests.support.zoo import randomise
+
 WORDS = [
-    "good",
-    "bad",
-    "fine",
-    "poor",
-    "film",
-    "plot",
-    "a",
-    "the",
-    "is",
-    "was",
-    "very",
-    "not",
-    "great",
-    "dull",
-    "fun",
-    "sad",
-    "one",
-    "two",
-    "three",
-    "four",
-]
+    "good", "bad", "fine", "poor", "film", "plot", "a", "the", "is", "was", "very", "not", "great", "dull", "fun", "sad",
+    "one", "two", "three", "four",
+]  # fmt: skip
 
 
 def tokenizer() -> tf.PreTrainedTokenizerFast:
@@ -60,6 +44,16 @@ def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     return path
+
+
+def tiny_world(folder: Path, counts: tuple[int, int, int], **more: object) -> Path:
+    """A classifier ``m`` whose layers have four narrow heads, and so many rows of ``d``: to train on, to choose by and to test."""
+    config = tf.BertConfig(**common(hidden_size=16, intermediate_size=8, **more))
+    randomise(tf.BertForSequenceClassification(config)).save_pretrained(folder / "m")
+    tokenizer().save_pretrained(folder / "m")
+    for seed, (split, count) in enumerate(zip(("train", "validation", "test"), counts, strict=True), 1):
+        write_jsonl(folder / "d" / f"{split}.jsonl", sentences(count, seed))
+    return folder
 
 
 def common(**more: object) -> dict[str, object]:

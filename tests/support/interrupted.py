@@ -25,11 +25,20 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300  # seconds that a run may take
-# What documents say of time and effort.
+# What documents say of time and effort, and what depends on how often a command was typed.
 COSTS = {
     "seconds", "passes", "latency", "time", "generation", "environment", "when", "resumed", "commands", "command", "checksum",
     "checksums",
 }  # fmt: skip
+
+
+def without_costs(value: Any) -> Any:
+    """A document without what it says of time and effort."""
+    if isinstance(value, dict):
+        return {k: without_costs(v) for k, v in value.items() if k not in COSTS}
+    if isinstance(value, list):
+        return [without_costs(v) for v in value if not (isinstance(v, str) and "forward passes" in v)]
+    return value
 
 
 class Processes:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.plain import HEADS, SIZE, WIDTH, Attention
+from tests.support.plain import HEADS, SIZE, WIDTH, Attention, Bare, Normed
 
 # -- heads that can be pruned ---------------------------------------------------------------------
 
@@ -117,17 +117,8 @@ class NormOfEach(Attention):
         return super().joined(normed.view(len(result), -1, *result.shape[1::2]).transpose(1, 2))
 
 
-class RMSNormBefore(Attention):
-    """A norm over all heads before W_O that leaves zeros zero, as in BitNet."""
-
-    norm_class: type[nn.Module] = nn.RMSNorm
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = self.norm_class(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(self.norm(self.attend(x)))
+class RMSNormBefore(Normed):
+    """A norm over all heads before W_O that leaves zeros zero."""
 
 
 class Biased(Attention):
@@ -152,17 +143,6 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.attention(self.norm(self.attention(x)))
-
-
-class Bare(Attention):
-    """Heads side by side, without W_O."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.o
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attend(x)
 
 
 class BareInResidual(nn.Module):
@@ -205,7 +185,7 @@ class Unseen(Attention):
 # -- heads that can only be masked ----------------------------------------------------------------
 
 
-class NormBefore(RMSNormBefore):
+class NormBefore(Normed):
     """A mean over all heads, which gives something to those that are removed."""
 
     norm_class = nn.LayerNorm

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 DEVICE = torch.device("cuda:0")
 _COPIES = ("_to_copy", "copy_", "_copy_from", "set_")  # these may have tensors of two devices
@@ -150,17 +149,21 @@ class _Numbered(TorchFunctionMode):
     """``"cuda"`` is ``"cuda:0"``: to find that out, torch would ask a driver."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def numbered(x: Any) -> Any:
-            return DEVICE if isinstance(x, str | torch.device) and str(x) == DEVICE.type else x
-
         if func in (torch.Tensor.device.__get__, torch.device):
             return func(*args, **(kwargs or {}))
         if func in (Tensor.to, Tensor.type_as):  # torch's own code would see a CPU tensor in what is named
             like = next((x for x in (*args[1:], (kwargs or {}).get("other")) if isinstance(x, There)), None)
             if like is not None:
                 return args[0].to(like.device, like.dtype)
-        args = tuple(map(numbered, args)) if func in (Tensor.to, torch._C._nn._parse_to) else args
-        return func(*args, **{k: numbered(v) if k == "device" else v for k, v in (kwargs or {}).items()})
+        if func in (Tensor.to, torch._C._nn._parse_to):
+            args = tuple(map(_first_gpu, args))
+        if kwargs and "device" in kwargs:
+            kwargs = {**kwargs, "device": _first_gpu(kwargs["device"])}
+        return func(*args, **(kwargs or {}))
+
+
+def _first_gpu(place: Any) -> Any:
+    return DEVICE if isinstance(place, str | torch.device) and str(place) == DEVICE.type else place
 
 
 class _Event:
@@ -206,60 +209,69 @@ def pretended() -> Iterator[Pretended]:
 
 
 def _run(func: Any, args: Any, kwargs: Any, crossings: Counter[str] | None = None) -> Any:
-    flat, spec = tree_flatten((args, kwargs))
-    name = func.overloadpacket.__name__
-    there = [x for x in flat if isinstance(x, There)]
-    _refuse_generator(flat, there, kwargs.get("device"))
+    there: list[There] = []
+    here: list[Tensor] = []
+    drawn = False
+    for value in (*args, *kwargs.values()):
+        for x in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(x, There):
+                there.append(x)
+            elif isinstance(x, Tensor):
+                here.append(x)
+            elif isinstance(x, torch.Generator):
+                drawn = True
     wanted = kwargs.get("device")
     target = torch.device(wanted).type if wanted is not None else None
+    if not there and target != DEVICE.type:
+        return func(*args, **kwargs)
+    name = func.overloadpacket.__name__
+    if drawn and target in (None, DEVICE.type):
+        raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
     backward = torch._C._current_graph_task_id() != -1
     # To another type, that is: torch's own code takes these for the CPU's.
     if backward and there and name == "_to_copy":
         wanted = target = None
         kwargs = {k: v for k, v in kwargs.items() if k != "device"}
-        flat, spec = tree_flatten((args, kwargs))
     # In a backward pass torch's own code makes tensors where it thinks that the others are: on the CPU.
-    if there and name not in _COPIES and not backward:
-        _refuse_mixed(name, args, flat)
-    goes = target == DEVICE.type or (bool(there) and target is None)
+    if there and here and name not in _COPIES and not backward:
+        _refuse_mixed(name, args, here)
     if crossings is not None and there and (target == "cpu" or name in ("_local_scalar_dense", "item", "equal")):
         crossings[name] += 1
-    plain = [x.held if isinstance(x, There) else x for x in flat]
-    args, kwargs = tree_unflatten(plain, spec)
+    held = {k: _held(v) for k, v in kwargs.items()}
     if wanted is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu") if target == DEVICE.type else wanted}
+        held["device"] = torch.device("cpu") if target == DEVICE.type else wanted
     if target == "cpu" and there and name == "_to_copy":
-        kwargs = {k: v for k, v in kwargs.items() if k != "device"}
-    found = func(*args, **kwargs)
-    if name == "copy_" and not isinstance(flat[0], There):
-        return flat[0]
-    if not goes:
+        del held["device"]
+    found = func(*map(_held, args), **held)
+    if name == "copy_" and not isinstance(args[0], There):
+        return args[0]
+    if target not in (None, DEVICE.type):
         return found
-    known = {id(x.held): x for x in there}  # what wrote in place gives back the tensor it was given
-    return tree_map(lambda x: _there(x, known) if isinstance(x, Tensor) else x, found)
+    return _on_device(found, {id(x.held): x for x in there})  # what wrote in place gives back the tensor it was given
 
 
-def _there(held: Tensor, known: dict[int, There]) -> There:
-    made = known.get(id(held))
-    return There(held) if made is None else made
+def _held(value: Any) -> Any:
+    """What to give to the operation of the CPU."""
+    if isinstance(value, There):
+        return value.held
+    return type(value)(map(_held, value)) if isinstance(value, list | tuple) else value
 
 
-def _refuse_generator(flat: list[Any], there: list[There], device: Any) -> None:
-    """A generator of the CPU draws no numbers on the device."""
-    on_device = torch.device(device).type == DEVICE.type if device is not None else bool(there)
-    if on_device and any(isinstance(x, torch.Generator) for x in flat):
-        raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+def _on_device(found: Any, known: dict[int, There]) -> Any:
+    """What the operation of the CPU gave, on the device."""
+    if isinstance(found, Tensor):
+        made = known.get(id(found))
+        return There(found) if made is None else made
+    return type(found)(_on_device(x, known) for x in found) if isinstance(found, list | tuple) else found
 
 
-def _refuse_mixed(name: str, args: Any, flat: list[Any]) -> None:
-    """Fail as torch does, where an operation gets tensors of both devices."""
+def _refuse_mixed(name: str, args: Any, here: list[Tensor]) -> None:
+    """Fail as torch does, where an operation of the device gets these tensors of the CPU."""
     index: set[int] = set()
     if name in _INDEXED and len(args) > 1:
         index = {id(x) for x in args[1] if isinstance(x, Tensor)}
-    for x in flat:
-        if not isinstance(x, Tensor) or isinstance(x, There) or id(x) in index or x.device.type == "meta":
-            continue
-        if x.ndim or name in _STRICT:
+    for x in here:
+        if id(x) not in index and x.device.type != "meta" and (x.ndim or name in _STRICT):
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and {x.device}! ({name})"
             )

@@ -54,9 +54,11 @@ class Bare(Attention):
 class Normed(Attention):
     """As BitNet: a norm over all heads before W_O, which so cannot be refitted."""
 
+    norm_class: type[nn.Module] = nn.RMSNorm
+
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
+        self.norm = self.norm_class(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.o(self.norm(self.attend(x)))
