@@ -43,7 +43,7 @@ def demo(
     with claimed(choose, key, runs.command_line(), say=console.say) as folder:
         with (
             Folder(room.HOME).locked(runs.command_line()),
-            console.track("training a ViT on digits, once, for about 20 seconds") as progress,
+            console.track("training a ViT on digits, once, for about half a minute") as progress,
         ):
             model, data, accuracy = room.prepare(room.HOME, progress)
         console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")

@@ -128,13 +128,16 @@ class Search:
     effort: Effort = EFFORTS["normal"]
     loss_fn: LossFn | None = None
 
-    def units(self) -> list[list[Unit]]:
+    def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
         """The units of every layer that may go, those with the least score first.
+
+        Args:
+            scores: Those of the search, by default; a strategy that measures again while it removes gives its own.
 
         Raises:
             HeadPruneError: There are no scores, or some are not finite.
         """
-        scores = self.scores
+        scores = self.scores if scores is None else scores
         if scores is None:
             raise HeadPruneError("This strategy needs scores.", "Score the model first.")
         if not scores.flat().isfinite().all():

@@ -46,8 +46,8 @@ class Silent:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def say(self, text: str) -> None:
-        self.said.append(text)
+    def say(self, *texts: str) -> None:
+        self.said += texts
 
     @contextmanager
     def track(self, label: str) -> Any:
