@@ -61,7 +61,8 @@ class _Cutter:
     """
 
     def __init__(self) -> None:
-        self._slices: dict[tuple[Any, ...], Tensor] = {}  # so that what is shared stays shared
+        # What is shared stays shared. The tensor that was cut is kept beside its slice: while it lives, no other one has its id.
+        self._slices: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self.changes: list[str] = []
 
     def cut_layer(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
@@ -174,8 +175,8 @@ class _Cutter:
             key = (id(old), dim, tuple(index.tolist()), zero)
             if key not in self._slices:
                 new = part(old.detach())
-                self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-            hold(module, name, self._slices[key])
+                self._slices[key] = old, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            hold(module, name, self._slices[key][1])
         Edited.add(module, tensors=(name,))
         return len(index)
 
