@@ -110,16 +110,33 @@ def _set_for_a_while(stack: ExitStack, place: Any, name: str, value: object) -> 
         setattr(place, name, value)
 
 
+def restorer(parts: Iterable[Any]) -> Callable[[], None]:
+    """What gives dicts and sets the content back that they have now; all of them also where it is interrupted once."""
+    before = [(part, part.copy()) for part in parts]
+
+    def restore_all() -> None:
+        for part, content in before:
+            part.clear()
+            part.update(content)
+
+    def restore() -> None:
+        try:
+            restore_all()
+        except BaseException:  # an interrupt may come between the two lines
+            restore_all()
+            raise
+
+    return restore
+
+
 @contextmanager
 def _held(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
     """What dicts hold now, they hold again when the context ends; a model has thousands, so there is no callback for each."""
-    before = [(each, dict(each)) for each in dicts]
+    restore = restorer(dicts)
     try:
         yield
     finally:
-        for each, content in before:
-            each.clear()
-            each.update(content)
+        restore()
 
 
 @contextmanager
