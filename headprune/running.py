@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -110,10 +110,33 @@ def _set_for_a_while(stack: ExitStack, place: Any, name: str, value: object) -> 
         setattr(place, name, value)
 
 
-def _restore_later(stack: ExitStack, held: dict[Any, Any]) -> None:
-    """What a dict holds now, it will hold again."""
-    stack.callback(held.update, dict(held))
-    stack.callback(held.clear)
+def restorer(parts: Iterable[Any]) -> Callable[[], None]:
+    """What gives dicts and sets the content back that they have now; all of them also where it is interrupted once."""
+    before = [(part, part.copy()) for part in parts]
+
+    def restore_all() -> None:
+        for part, content in before:
+            part.clear()
+            part.update(content)
+
+    def restore() -> None:
+        try:
+            restore_all()
+        except BaseException:  # an interrupt may come between the two lines
+            restore_all()
+            raise
+
+    return restore
+
+
+@contextmanager
+def _held(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """What dicts hold now, they hold again when the context ends; a model has thousands, so there is no callback for each."""
+    restore = restorer(dicts)
+    try:
+        yield
+    finally:
+        restore()
 
 
 @contextmanager
@@ -150,25 +173,25 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules afterwards: one such as D2L's ``attention_weights`` would hold the traced graph."""
     modules = list(model.modules())
     every = [(name, value) for module in modules for name, value in vars(module).items()]
+    caches = [value for name, value in every if type(value) is dict and name[0] != "_"]
+    # A model may register hooks on its first run (transformers' `capture_outputs`), and note that in an attribute. Both are
+    # restored, or a later run would register the hooks once more.
+    hooks = [value for name, value in every if "_hooks" in name and isinstance(value, dict)]
+    buffers = [
+        module._buffers for module in modules if isinstance(module._buffers, dict)
+    ]  # a compiled script has something else there
     copies: dict[int, Tensor] = {}
-    with ExitStack() as stack:
-        for name, value in every:
-            # A model may register hooks on its first run (transformers' `capture_outputs`), and note that in an attribute. Both are
-            # restored, or a later run would register the hooks once more.
-            if (type(value) is dict and name[0] != "_") or (isinstance(value, dict) and "_hooks" in name):
-                _restore_later(stack, value)
-            elif type(value) is list:
+    with _held((*map(vars, modules), *caches, *buffers, *hooks)), ExitStack() as stack:
+        for _, value in every:
+            if type(value) is list:
                 stack.callback(value.__setitem__, slice(None), list(value))
-            if type(value) is dict and name[0] != "_" and any(isinstance(v, Tensor) for v in value.values()):
-                value.clear()  # tensors kept from earlier calls have no graph
-        for module in modules:
-            _restore_later(stack, vars(module))
-            if not module._buffers:  # a compiled script has something else there
-                continue
-            _restore_later(stack, module._buffers)
-            for name, buffer in module._buffers.items():
+        for cache in caches:
+            if any(isinstance(v, Tensor) for v in cache.values()):
+                cache.clear()  # tensors kept from earlier calls have no graph
+        for held in buffers:
+            for name, buffer in held.items():
                 if buffer is not None:  # a forward may write into it, so it gets a copy
-                    module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+                    held[name] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield
 
 
@@ -180,9 +203,7 @@ def config_kept(model: nn.Module) -> Iterator[None]:
     """Leave a model's configs as they are: classifiers note their ``problem_type`` in it when they first compute a loss."""
     every = (getattr(module, "config", None) for module in model.modules())
     configs: dict[int, Any] = {id(c): c for c in every if hasattr(c, "to_dict") and not isinstance(c, type)}
-    with ExitStack() as stack:
-        for config in configs.values():
-            _restore_later(stack, vars(config))
+    with _held(map(vars, configs.values())):
         yield
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.surgery.cutter import cut, snapshot
+from headprune.surgery.removal import ways
 from tests.support.cases import answer
 from tests.support.plain import HEADS, WIDTH, Attention, Pair, model_of, noise
 from tests.support.zoo import TorchEncoder, bert, gpt2, llama, randomise, text
@@ -269,6 +271,26 @@ def test_query_heads_of_equal_number_from_every_group() -> None:
     torch.testing.assert_close(answer(model, example), masked, rtol=1e-4, atol=1e-4)
     after = hp.find_attention(model, example)[1]
     assert (after.num_heads, after.num_kv_heads) == (3, 3)
+
+
+def test_layers_that_lose_the_same_heads_keep_their_own_weights() -> None:
+    """A stand-in's tensors go as they are cut; those of the next layer, at the same place in memory, were taken for them."""
+    for count in range(2, 7):
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, batch_first=True)
+        dense = randomise(nn.TransformerEncoder(layer, count, enable_nested_tensor=False))
+        model = copy.deepcopy(dense)
+        layers = hp.find_attention(model, X)
+        for way in ways(layers, {a.name: [0, 1] for a in layers})[:6]:
+            undo = snapshot(model)
+            cut(model, way)
+            for pruned, whole in zip(model.layers, dense.layers, strict=True):
+                old, half = whole.self_attn, WIDTH // 2
+                assert pruned.self_attn.out_proj.weight.equal(old.out_proj.weight[:, half:])
+                for i, name in enumerate("qkv"):
+                    new = getattr(pruned.self_attn, f"{name}_proj")
+                    assert new.weight.equal(old.in_proj_weight.chunk(3)[i][half:])
+                    assert new.bias.equal(old.in_proj_bias.chunk(3)[i][half:])
+            undo()
 
 
 @pytest.mark.parametrize(("second", "shared"), [([1], True), ([2], False), ([], False), ([0, 1, 2, 3], False)])

@@ -17,6 +17,7 @@ from headprune.pruned import MultiheadAttention, hooks, is_ours
 from headprune.pruned.hooks import Features, surviving
 from headprune.pruned.modules import ConfigView, OnlyBias, emptied
 from headprune.pruned.structure import Edited, hold, holder_of, replace_by_stand_in, set_module
+from headprune.running import restorer
 from headprune.surgery.removal import Removal, count_changes, groups_left
 
 
@@ -30,19 +31,10 @@ def _of_all(earlier: Any, layer: AttentionLayer, kept: Sequence[int]) -> tuple[i
 def snapshot(model: nn.Module) -> Callable[[], None]:
     """What gives a model's modules everything back that they hold now: attributes, tensors, hooks and parts."""
     modules = [*model.modules()]
-    held = [(vars(module), dict(vars(module))) for module in modules]
-    parts = [part for _, attributes in held for part in attributes.values() if type(part) in (dict, OrderedDict, set)]
-    before: list[tuple[Any, Any]] = [*held, *((part, part.copy()) for part in parts)]
-    elsewhere = [(hook, hook.weights_map) for hook in map(hook_of, modules) if hook is not None]
-
-    def restore() -> None:
-        for own, content in before:
-            own.clear()
-            own.update(content)
-        for hook, stored in elsewhere:
-            hook.weights_map = stored
-
-    return restore
+    own = [vars(module) for module in modules]
+    parts = [part for each in own for part in each.values() if type(part) in (dict, OrderedDict, set)]
+    elsewhere = [vars(hook) for hook in map(hook_of, modules) if hook is not None]
+    return restorer([*own, *parts, *elsewhere])
 
 
 def cut(model: nn.Module, removal: Removal) -> tuple[str, ...]:
@@ -61,7 +53,8 @@ class _Cutter:
     """
 
     def __init__(self) -> None:
-        self._slices: dict[tuple[Any, ...], Tensor] = {}  # so that what is shared stays shared
+        # What is shared stays shared. The tensor that was cut is kept beside its slice: while it lives, no other one has its id.
+        self._slices: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self.changes: list[str] = []
 
     def cut_layer(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
@@ -174,8 +167,8 @@ class _Cutter:
             key = (id(old), dim, tuple(index.tolist()), zero)
             if key not in self._slices:
                 new = part(old.detach())
-                self._slices[key] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-            hold(module, name, self._slices[key])
+                self._slices[key] = old, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            hold(module, name, self._slices[key][1])
         Edited.add(module, tensors=(name,))
         return len(index)
 

@@ -141,11 +141,11 @@ def prove(
     for removal in ways(touched, heads):
         try:
             difference, failure = _compare(model, removal, reference, tolerance, known)
+            if failure or not keep:
+                restore()
         except BaseException:  # an interrupt must not leave half a prune either
             restore()
             raise
-        if failure or not keep:
-            restore()
         if failure != _SAME:
             proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, drop))
             tried = removal, proof, failure
