@@ -171,7 +171,7 @@ def explained(error: BaseException) -> HeadPruneError | None:
 def _has_folder() -> bool:
     """Whether the folder that this process is in is still there."""
     with suppress(FileNotFoundError):
-        return Path.cwd().is_dir()
+        return bool(Path.cwd())
     return False
 
 

@@ -130,8 +130,8 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
 
 @command("`headprune bench MODEL reports/digits/pruned-12 --batch-sizes 1,64`")
 def bench(
-    dense: Annotated[str, typer.Argument(help="The model to compare with (or an .onnx file, or an OpenVINO folder).")],
-    pruned: Annotated[str, typer.Argument(help="The other model.")],
+    dense: Annotated[str, typer.Argument(metavar="DENSE", help="A model, an .onnx file or an OpenVINO folder.")],
+    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Another one, to compare with the first.")],
     loading: LoadOptions,
     console: Console,
     batch_sizes: Annotated[str, typer.Option(help="Comma-separated.")] = "1,8,32",

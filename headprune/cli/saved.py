@@ -43,7 +43,8 @@ def export(
     console: Console,
     output: Annotated[Path | None, output_option(help="The file or folder [beside MODEL, with its name].")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16 (gguf alone) [as in MODEL; onnx: float32].")
+        str | None,
+        typer.Option(help="Weights: float32, float16 or bfloat16 (gguf alone) [as in MODEL; onnx: float32]."),
     ] = None,
     task: TaskName = None,
     overwrite: Overwrite = False,

@@ -163,9 +163,9 @@ def fail(console: Console, error: HeadPruneError) -> None:
     line = in_line(f"headprune: {error}")
     typer.echo(line, err=True)
     if not console.as_json and getattr(sys.stderr, "lost", False):  # `Output`: on stdout for who sees only that
-        with suppress(OSError):
+        with suppress(OSError, HeadPruneError):  # stdout may be what is full, or closed
             typer.echo(line)
-    with suppress(OSError, HeadPruneError):  # stdout may be what is full, or closed
+    with suppress(OSError, HeadPruneError):
         console.document({"error": str(error.args[0]), "hint": error.hint.strip("()")})
 
 

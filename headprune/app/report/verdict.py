@@ -43,6 +43,8 @@ def judge(metrics: Metrics) -> Verdict:
     Only the margin decides: more examples make an interval narrower, and a small loss measurable, but never a model worse. Where a
     budget was itself a limit of what is lost, that limit is the margin, on the reporting part.
     """
+    if not metrics.budgets:
+        raise ValueError("no budgets")
     conclusions = [_conclusion(metrics, b) for b in metrics.budgets]
     best = min(conclusions, key=(GUESSING, CAN_GO, UNSURE, COSTS).index)
     budgets = [b for b, conclusion in zip(metrics.budgets, conclusions, strict=True) if conclusion == best]
