@@ -30,6 +30,7 @@ SQUARED = "numbers"  # squared errors
 BINARY = "several labels at once"  # binary cross-entropies
 
 _DRAWS = 4  # other labels that an example is given
+_LEAST_CHANGE = 1e-3  # nats; a loss that other labels change by less shows nothing
 _CHANCE = 0.5  # share of the labels that may equal the input by chance
 _Batch = Mapping[str, Any]
 
@@ -220,15 +221,16 @@ def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> L
             try:
                 check_classes(logits, each["labels"])
             except HeadPruneError:
-                if not (has_loss and _losses(model, each, [])):
+                if not (has_loss and _losses(model, each, [], may_fail=True)):
                     raise
                 possible = []  # the model's own loss ignores them
         real = LabelUse(needs_labels=needs, skipped=1).of_real_tokens
         example, batch = real(model, example, rows), real(model, batch, rows)
-        labelings = _labelings(model, example, SAME in possible) if has_loss else ()
-        if not (table := [losses for each in labelings if (losses := _losses(model, each, possible))]):
-            if has_loss:
-                _labelled(model, example)  # says what is wrong with the labels
+        table: list[list[float]] = []
+        for each in _labelings(model, example, SAME in possible) if has_loss else ():
+            # A model may not take every class as a label.
+            table += filter(None, [_losses(model, each, possible, may_fail=each is not example)])
+        if not table:
             return LabelUse(_by_labels(model, possible, batches), needs_labels=needs)
         rounding = 1e-4 if logits is None or logits.dtype in (torch.float32, torch.float64) else 2e-2
         convention, fits = _by_own_loss(model, table, possible, rounding)
@@ -281,8 +283,7 @@ def _by_own_loss(
 ) -> tuple[str | None, bool]:
     """The convention that a model's own loss goes by, if any, and whether it gives this loss; from `_losses` of every labeling."""
     table = torch.tensor(losses, dtype=torch.float64)
-    own = table[:, :1]
-    off = ((table[:, 1:] - own).abs() / (rounding / 10 + rounding * own.abs())).nan_to_num(math.inf, math.inf)
+    off = _off(table[:, 1:], table[:, :1], rounding)
     if bool((off[0] <= 1).any()):  # in half precision several may fit
         return possible[int(off.amax(0).where(off[0] <= 1, math.inf).argmin())], True
     if len(possible) == 1:  # one label per example, or the start and end of an answer: there is no choice
@@ -290,17 +291,23 @@ def _by_own_loss(
     if SAME not in possible or len(torch.unique(table, dim=0)) < _DRAWS:  # any two losses lie on a line
         return _declared(model, possible), False
     # A router's loss, or smoothed labels, only add a factor and a constant to what other labels change.
-    alike = table.T.corrcoef()[0, 1:].nan_to_num(-1)
+    shows = (table - table.mean(0)).abs().amax(0)[1:] > _LEAST_CHANGE
+    alike = table.T.corrcoef()[0, 1:].where(shows, -1).nan_to_num(-1)
     follows = float(alike.max()) > 1 - max(1e-2, 5 * rounding) ** 2 / 2
     return possible[int(alike.argmax())] if follows else None, False
+
+
+def _off(losses: Tensor, own: Tensor, rounding: float) -> Tensor:
+    """How far losses are from the model's own, in multiples of what rounding may do."""
+    return ((losses - own).abs() / (min(rounding / 10, 1e-3) + rounding * own.abs())).nan_to_num(math.inf, math.inf)
 
 
 def _holds(model: nn.Module, convention: str, batch: _Batch, rows: Rows, rounding: float) -> bool:
     """Whether a convention gives the model's own loss of a batch, or of each of its examples, if it is averaged otherwise."""
 
     def fits(part: _Batch) -> bool | None:
-        losses = torch.tensor(_losses(model, part, [convention]))
-        return bool(losses[1].isclose(losses[0], rounding, rounding / 10)) if len(losses) else None
+        losses = torch.tensor(_losses(model, part, [convention]), dtype=torch.float64)
+        return bool(_off(losses[1], losses[0], rounding) <= 1) if len(losses) else None
 
     return bool(fits(batch)) or all(fits(one) is not False for one in rows.singles(batch))
 
@@ -314,13 +321,13 @@ def _skipped(model: nn.Module, batch: _Batch, first: int, rows: Rows, rounding: 
         return None  # a model that does not know the mark of a missing label would end the process there
     pair = rows.take(batch, [first, (first + 1) % len(labels)])
     pair["labels"][1, (pair["labels"][1] != IGNORED).nonzero()[:-1]] = IGNORED
-    own, *each = (_losses(model, part, []) for part in (pair, *rows.singles(pair)))
+    own, *each = (_losses(model, part, [], may_fail=True) for part in (pair, *rows.singles(pair)))
     if not own or not all(each):
         return None
     weights = torch.stack([LabelUse(skipped=skipped).weights(pair["labels"]) for skipped in (0, 1)]).cpu().double()
-    means = (weights @ torch.tensor(each).double() / weights.sum(1, keepdim=True)).flatten()
-    best = int((means - own[0]).abs().argmin())
-    return best if bool(means[best].isclose(torch.tensor(own[0]).double(), rounding, rounding / 10)) else None
+    means = (weights @ torch.tensor(each, dtype=torch.float64)).flatten() / weights.sum(1)
+    off = _off(means, torch.tensor(own, dtype=torch.float64), rounding)
+    return int(off.argmin()) if float(off.min()) <= 1 else None
 
 
 def _by_labels(model: nn.Module, possible: Sequence[str], batches: Sequence[_Batch]) -> str:
@@ -373,12 +380,12 @@ def _labelled(model: nn.Module, example: _Batch) -> Any:
         ) from error
 
 
-def _losses(model: nn.Module, batch: _Batch, possible: Sequence[str]) -> list[float]:
+def _losses(model: nn.Module, batch: _Batch, possible: Sequence[str], *, may_fail: bool = False) -> list[float]:
     """A batch's loss: the model's own, and that by each convention (infinite if the logits do not fit).
 
-    Nothing if no label counts, or the model does not run on the batch.
+    Nothing if no label counts; or if the model does not run on the batch, where this is no error (``may_fail``).
     """
-    with suppress(HeadPruneError):
+    with suppress(*([HeadPruneError] if may_fail else [])):
         output = _labelled(model, batch)
         own = part_of(output, "loss")
         if isinstance(own, Tensor) and bool(own.isfinite().all()):

@@ -163,9 +163,16 @@ class Store:
 
     def forget(self, name: str) -> None:
         """Remove a result, so that it is made again when it is asked for."""
+        if self.folder is None:
+            self.drop(name)
+        else:
+            current().first(f"forgetting {name}", partial(self.drop, name))
+
+    def drop(self, name: str) -> None:
+        """As `forget`, by this process alone, like `known` and `keep`."""
         self._memory.pop(name, None)
         if self.folder is not None:
-            current().first(f"forgetting {name}", partial(self._path(name).unlink, missing_ok=True))
+            self._path(name).unlink(missing_ok=True)
 
     def _find(self, name: str) -> tuple[Any, ...]:
         """What is kept under a name, alone in a tuple; () if there is nothing, or a damaged file."""

@@ -13,6 +13,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.batches import Rows
+from headprune.conventions import find_label_use
 from tests.support.causal import (
     Labelless,
     OwnLoss,
@@ -91,6 +93,49 @@ def test_half_precision_of_logits_that_say_little() -> None:
         model.transformer.ln_f.bias *= 0.02
     found = hp.evaluate(model.bfloat16(), [batch])
     assert found.tokens.tolist() == ((batch["labels"] != -100).sum(1) - 1).tolist()
+
+
+class Scaled(nn.Module):
+    """Its logits say next to nothing; its loss, of half precision if asked for, has another term, and is of labels below a limit."""
+
+    def __init__(self, kind: torch.dtype, term: float, limit: int = 50, scale: float = 1.0) -> None:
+        super().__init__()
+        self.embed, self.term, self.limit = nn.Embedding(50, 50, dtype=kind), term, limit
+        nn.init.normal_(self.embed.weight, std=scale, generator=torch.Generator().manual_seed(0))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.embed(input_ids)
+        if labels is None:
+            return {"logits": logits}
+        assert int(labels.max()) < self.limit, "too large a label"
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        return {"logits": logits, "loss": loss + self.term}
+
+
+def test_a_loss_that_labels_hardly_change_shows_no_convention() -> None:
+    """Rounding alone was taken for a likeness."""
+    for seed in range(9):
+        ids = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(seed))
+        batch = {"input_ids": ids, "labels": ids}
+        assert find_label_use(Scaled(torch.float32, 1.0, scale=1e-4), [batch], Rows()).convention is None
+
+
+def test_a_small_term_of_a_loss_in_half_precision_is_no_rounding() -> None:
+    """Of a model that is almost always right the loss is small, too."""
+    model = Scaled(torch.bfloat16, 0.0015)
+    with torch.no_grad():
+        model.embed.weight.copy_(20 * torch.eye(50))
+    batch = {name: torch.arange(18).view(2, 9) for name in ("input_ids", "labels")}
+    assert find_label_use(model, [batch], Rows()).own
+
+
+def test_labels_that_only_the_model_refuses() -> None:
+    """They were passed over where other examples' labels were taken."""
+    ids = torch.arange(18).view(2, 9)
+    with pytest.raises(
+        hp.HeadPruneError, match="does not run on an example with these labels: AssertionError: too large"
+    ):
+        hp.evaluate(Scaled(torch.float32, 0.0, limit=17), [{"input_ids": ids, "labels": ids}])
 
 
 def test_evaluation_agrees_with_the_named_classes() -> None:

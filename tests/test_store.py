@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 import headprune as hp
+from headprune.app.folders import Folder, claimed
 from headprune.budgets import budget_of
 from headprune.budgets.base import Fit
+from headprune.errors import Stopped
 from headprune.scoring import METHODS, Settings
 from headprune.store import Store, digest
 from tests.support.problems import split
@@ -131,6 +133,34 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not list(tmp_path.glob("*/*.tmp"))
     found = hp.score(model, batches, "ablation", work=tmp_path)
     assert torch.equal(found.flat(), hp.score(model, batches, "ablation").flat())
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_a_full_disk_ends_a_command_that_keeps_its_work(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the command failed was noted on the full disk: this failed, too, and all that was finished was removed."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def work(fill: bool) -> None:
+        with claimed(lambda: Folder(tmp_path), "key", "command", say=lambda _: None) as folder:
+            folder.store().keyed("prune").keep("search", 1)
+            if fill:
+                monkeypatch.setattr(os, "replace", full)
+                folder.store().keyed("prune").keep("model", 2)
+            raise KeyboardInterrupt
+
+    with pytest.raises(Stopped):
+        work(fill=False)
+    assert Folder(tmp_path).left_by == "key"
+    if when == "at the start":
+        monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(hp.HeadPruneError, match=r"(command|model) cannot be kept: .*No space left on device"):
+        work(fill=True)
+    assert Folder(tmp_path).store().keyed("prune").known("search") == 1
+    assert Folder(tmp_path).left_by is None
 
 
 MEASURED = hp.Measurement({"loss": 0.1, "f1": float("nan")}, np.array([0.1, np.inf]), np.zeros(2), np.arange(2))

@@ -205,9 +205,9 @@ def claimed(
             yield folder
             ranks.gather("through", None)
         except BaseException as error:
-            if ranks.main and isinstance(error, HeadPruneError):
-                folder.store().keep("key", None)
             keep = any(path.is_file() for path in folder.unfinished.glob("*/**/*"))  # what is not in a folder are notes
+            if ranks.main and isinstance(error, HeadPruneError):
+                folder.store().drop("key")  # nothing is written: the disk may be full
             if isinstance(error, KeyboardInterrupt):
                 kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
                 raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
