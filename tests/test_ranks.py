@@ -370,7 +370,7 @@ def test_a_lost_rank_ends_the_training_in_a_line_and_a_rerun_goes_on(
     here = tmp_path / "w"
     shutil.copytree(alone, here)
     shutil.rmtree(here / "tuned")
-    says_who_is_gone(processes.run({"cwd": str(here), "size": 3, "arguments": TUNE, "rank": 0, "stop": 3}), 0)
+    says_who_is_gone(processes.run({"cwd": str(here), "size": 3, "arguments": TUNE, "rank": 0, "stop": 4}), 0)
     (again,) = processes.run({"cwd": str(here), "size": 1, "arguments": TUNE})
     assert again["status"] == 0, again["stderr"]
     assert "Continuing from step" in again["stderr"]
