@@ -218,3 +218,26 @@ def test_where_there_is_no_step_it_is_said(name: str, note: str) -> None:
     assert any(note in told for told in done.notes)
     assert done.trials
     assert all(math.isfinite(t.before) and math.isfinite(t.after) for t in done.trials)
+
+
+def test_directions_among_many_classes_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where eigenvalues are equal, the eigenvectors are any: here in another order than in this machine's."""
+    model, batches = brute.classifier(10, rows=(150, 90))
+    eigh = torch.linalg.eigh
+
+    def elsewhere(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = eigh(matrix)
+        if values.ndim > 1:  # of several matrices at once
+            return values, vectors
+        key = torch.unique((values * 1e6 / values.abs().max()).round(), return_inverse=True)[1] * 10_000
+        order = (key - torch.arange(len(key))).argsort()
+        return values[order], vectors[:, order]
+
+    here, done = brute.repaired(model, DROP, *batches, choose=[brute.repeated(batches[0])], mixtures=False)
+    monkeypatch.setattr("torch.linalg.eigh", elsewhere)
+    there, again = brute.repaired(model, DROP, *batches, choose=[brute.repeated(batches[0])], mixtures=False)
+    assert done.answers
+    assert again.answers
+    assert again.answers.held_out == pytest.approx(done.answers.held_out, rel=1e-6)
+    for name, value in here.state_dict().items():
+        torch.testing.assert_close(there.state_dict()[name], value, rtol=1e-5, atol=1e-8)

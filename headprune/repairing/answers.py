@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from scipy.linalg import helmert
 from torch import Tensor
 
 from headprune.divergence import gives_several, logits_of, part_of, regresses
@@ -116,9 +117,10 @@ def _logits(runner: Runner, batch: Any) -> Tensor:
 
 
 def _basis(classes: int, every: bool) -> Tensor:
-    """What counts of an answer, orthonormal ``[directions, classes]``: all of it, or the differences between classes."""
-    whole = torch.eye(classes, dtype=torch.float64)
+    """What counts of an answer, orthonormal ``[directions, classes]``: all of it, or the differences between classes (Helmert's).
+
+    Eigenvectors would do, but where eigenvalues are equal each machine has others, and random directions are drawn along these.
+    """
     if every:
-        return whole
-    differences: Tensor = torch.linalg.eigh(whole - 1.0 / classes)[1][:, 1:].T
-    return differences
+        return torch.eye(classes, dtype=torch.float64)
+    return torch.from_numpy(helmert(classes))
