@@ -177,9 +177,8 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     # A model may register hooks on its first run (transformers' `capture_outputs`), and note that in an attribute. Both are
     # restored, or a later run would register the hooks once more.
     hooks = [value for name, value in every if "_hooks" in name and isinstance(value, dict)]
-    buffers = [
-        module._buffers for module in modules if isinstance(module._buffers, dict)
-    ]  # a compiled script has something else there
+    # A compiled script has something else there.
+    buffers = [module._buffers for module in modules if isinstance(module._buffers, dict)]
     copies: dict[int, Tensor] = {}
     with _held((*map(vars, modules), *caches, *buffers, *hooks)), ExitStack() as stack:
         for _, value in every:

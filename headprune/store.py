@@ -224,7 +224,11 @@ def traits(model: nn.Module) -> list[Any]:
         config.to_dict() if hasattr(config, "to_dict") else None,
         {name: type(module) for name, module in modules.items()},
         {name: buffer for name, buffer in model.named_buffers() if name not in saved},
-        {k: v for k, v in attributes.items() if k[-9:] != ".training" and isinstance(v, bool | int | float | str)},
+        {
+            k: v
+            for k, v in attributes.items()
+            if not k.endswith(".training") and isinstance(v, bool | int | float | str)
+        },
     ]
 
 
