@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -21,8 +20,6 @@ def demo(
     overwrite: Overwrite = False,
 ) -> None:
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/demo/."""
-    import torch
-
     from headprune.app import demo as room
     from headprune.app import runs, workflow
     from headprune.app.folders import Folder, claimed, key_of
@@ -31,8 +28,6 @@ def demo(
     from headprune.scoring import DEFAULT_METHODS
 
     key = key_of("demo", output, device, overwrite)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # the matrices are so small that threads wait for one another most of the time
     folder = runs.RunFolder(output or room.REPORT)
     if room.was_run(folder) and not overwrite:
         console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
