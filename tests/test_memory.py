@@ -10,6 +10,11 @@ from hypothesis import strategies as st
 import headprune as hp
 from headprune.memory import free_memory, halving
 
+SAID = [
+    MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+]  # fmt: skip
+
 
 @mock.patch("headprune.memory.clear_device_cache", new=mock.Mock())  # it looks through all libraries, each time
 @given(st.integers(0, 30), st.integers(1, 12), st.data())
@@ -19,26 +24,20 @@ def test_every_item_is_done_once_whatever_fits(count: int, size: int, data: st.D
     for part in halving(range(count), size):
         with part as items:
             if len(items) > data.draw(st.integers(1, size)):
-                raise data.draw(st.sampled_from([MemoryError(), torch.OutOfMemoryError("CUDA out of memory")]))
+                raise data.draw(st.sampled_from(SAID))
             done += items
     assert done == list(range(count))
 
 
-def fail(error: BaseException) -> None:
-    """Work on four items, all of which raise."""
-    for part in halving(range(4), 4):
-        with part:
-            raise error
-
-
-def test_one_item_that_does_not_fit_is_told() -> None:
-    with pytest.raises(hp.HeadPruneError, match="Memory ran out even with the smallest stack"):
-        fail(MemoryError())
-
-
-def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
-    with pytest.raises(ZeroDivisionError):
-        fail(ZeroDivisionError())
+@pytest.mark.parametrize(("error", "told"), [
+    (MemoryError(), "Memory ran out even with the smallest stack"), (ZeroDivisionError("by zero"), "^by zero$"),
+    (RuntimeError("an illegal memory access was encountered"), "^an illegal memory access"),
+])  # fmt: skip
+def test_one_item_that_does_not_fit_is_told_and_other_errors_stay(error: Exception, told: str) -> None:
+    with pytest.raises((hp.HeadPruneError, type(error)), match=told):  # noqa: PT012
+        for part in halving(range(4), 4):
+            with part:
+                raise error
 
 
 def test_there_is_memory() -> None:
