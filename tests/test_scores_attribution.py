@@ -1,5 +1,6 @@
-"""Shapley values against all subsets, integrated gradients against a plain integral, and both against the sum that must hold."""
+"""Shapley values against all subsets, integrated gradients against a plain integral, and both against the sum that must hold; planted heads."""
 
+import copy
 from itertools import product
 from math import comb
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support.problems import small, without
+from headprune.scoring.learned import _relaxed
+from tests.support.problems import planted, quick, small, without
+from tests.support.zoo import ZOO, bert, labelled, llama, text
 
 
 def score(method: str, model: nn.Module, batches: list[dict[str, Tensor]], **more: Any) -> hp.HeadScores:
@@ -26,6 +29,7 @@ def test_the_values_sum_to_what_all_heads_are_worth(method: str) -> None:
     dense = without(model, batches, [True] * 6)
     assert s.flat().sum().item() == pytest.approx(without(model, batches, [False] * 6) - dense, abs=1e-7)
     assert s.details["mean_loss"] == pytest.approx(dense, abs=1e-8)
+    assert s.signed
     if "steps" in method:
         assert s.details["gap"] < 1e-6
     else:
@@ -116,3 +120,106 @@ def test_points_double_until_the_sum_is_right() -> None:
     assert chosen.details["gap"] <= 0.01
     assert chosen.details["steps"] in (8, 16, 32)
     torch.testing.assert_close(chosen.flat(), exact.flat(), atol=0.01, rtol=0.02)
+
+
+# -- conditions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gradient", "ablation", "fisher", "integrated-gradients"])
+def test_half_precision(name: str) -> None:
+    """bfloat16 gives float32's scores to its own precision, and sums them in float64."""
+    model, _ = llama()
+    batch = labelled(model, text(16, 8))
+    full, half = (hp.score(m, [batch], quick(name, "steps=8")) for m in (model, copy.deepcopy(model).bfloat16()))
+    assert half.flat().dtype == torch.float64
+    scale = full.flat().abs().max()
+    assert ((half.flat() - full.flat()).abs() <= 0.1 * scale).all()
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "t5"])
+def test_gradient_checkpointing(name: str) -> None:
+    """The same scores, from activations that are computed again: blocks run twice, with dropout off."""
+    model, example = ZOO[name]()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    batch, layers = labelled(model, example), hp.find_attention(model, example)
+
+    def scored() -> tuple[torch.Tensor, int]:
+        """The scores, and how often the last layer ran."""
+        runs: list[int] = []
+        handle = model.get_submodule(layers[-1].module).register_forward_hook(lambda *_: runs.append(1))
+        scores = hp.score(model, [batch], "gradient", layers=layers).flat()
+        handle.remove()
+        return scores, len(runs)
+
+    expected, plain = scored()
+    model.gradient_checkpointing_enable()
+    scores, checkpointed = scored()
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
+    assert checkpointed > plain
+
+
+def test_examples_longer_than_the_model_allows() -> None:
+    model, _ = bert()
+    fits, long = labelled(model, text(2, 9)), labelled(model, text(2, 9))
+    most = model.config.max_position_embeddings
+    long = {**long, **{k: torch.ones(2, most + 3, dtype=torch.long) for k in ("input_ids", "attention_mask")}}
+    for name in ("gradient", "ablation", "entropy", "l0"):
+        with pytest.raises(hp.HeadPruneError, match=f"does not run on.*{most + 3} tokens.*{most} positions"):
+            hp.score(model, [fits, long], quick(name, "steps=4"))
+
+
+def test_a_single_example_has_no_standard_error_and_says_so() -> None:
+    model, _ = bert()
+    batch = labelled(model, text(1, 7))
+    for name in ("gradient", "ablation", "entropy"):
+        s = hp.score(model, [batch], name)
+        assert s.flat_stderr().isnan().all()
+        assert "single example" in s.details["stderr"]
+
+
+DEAD, STRONG = [1, 4, 6], [0, 5]
+
+
+@pytest.mark.parametrize(("keep", "seed"), [(None, 0), (5, 1), (3, 2)])
+@pytest.mark.parametrize("method", ["l0", "dsp"])
+def test_planted_heads(method: str, keep: int | None, seed: int) -> None:
+    """Heads that give nothing rank below all others, and those that give much are among the kept."""
+    model, batches, loss_fn = planted(DEAD, STRONG)
+    s = hp.score(model, batches, f"{method}:keep={keep}" if keep else method, loss_fn=loss_fn, seed=seed)
+    order = s.flat().argsort().tolist()
+    assert set(order[:3]) == set(DEAD)
+    assert set(STRONG) <= set(order[-(keep or 4) :])
+    assert s.flat_stderr().isnan().all()
+    assert "one training run" in s.details["stderr"]
+
+
+@pytest.mark.parametrize("keep", [None, 1, 2, 5, 8])
+def test_l0_keeps_as_many_as_it_is_told(keep: int | None) -> None:
+    model, batches, loss_fn = planted(DEAD, STRONG)
+    scores = hp.score(model, batches, f"l0:keep={keep},sparsity=9" if keep else "l0", loss_fn=loss_fn)
+    assert scores.details["open"] == pytest.approx(4 if keep is None else keep, abs=0.3)
+
+
+def test_l0_at_a_price() -> None:
+    """The higher the price of a head, the fewer stay open; at none, those that help do."""
+    model, batches, loss_fn = planted(DEAD, STRONG)
+    methods = [f"l0:sparsity={price},steps=300" for price in (0.0, 0.1, 100.0)]
+    free, some, dear = (hp.score(model, batches, method, loss_fn=loss_fn) for method in methods)
+    assert free.details["open"] > 7.5 > some.details["open"] > 1.9 > 0.5 > dear.details["open"]
+    assert set(some.flat().argsort().tolist()[:3]) == set(DEAD)
+
+
+def test_the_relaxed_draw() -> None:
+    """Of two by hand; it sums to the count, never takes a head twice, and hardens to the largest keys."""
+    keys = torch.tensor([[0.5, -0.3, 0.1]], dtype=torch.float64)
+    first = torch.softmax(keys, -1)
+    second = torch.exp(keys) * (1 - first)
+    torch.testing.assert_close(_relaxed(keys, 2, 1.0), first + second / second.sum())
+    keys = torch.randn(5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for temperature in (1.0, 0.1):
+        sums = _relaxed(keys, 4, temperature).sum(dim=1)
+        torch.testing.assert_close(sums, torch.full((5,), 4.0, dtype=torch.float64))
+    hard = torch.zeros_like(keys).scatter(1, keys.topk(4).indices, 1.0)
+    torch.testing.assert_close(_relaxed(keys, 4, 1e-3), hard, atol=1e-6, rtol=0)

@@ -10,8 +10,9 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from tests.support.cases import without
 from tests.support.causal import OwnLoss
-from tests.support.plain import SIZE, WIDTH, Attention
+from tests.support.plain import WIDTH, Attention
 from tests.support.problems import quick, small, split
 from tests.support.zoo import bert, labelled, llama, randomise, sizes, text
 
@@ -40,16 +41,10 @@ def pair(rows: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 5, WIDTH, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
 
 
-def without(model: nn.Module, layer: str, head: int, batches: list[Any]) -> Tensor:
-    """Brute force: W_O's columns are zero, each batch runs as it was given."""
-    weight = model.get_submodule(layer).o.weight
-    kept = weight.detach().clone()
-    with torch.no_grad():
-        dense = torch.cat([cross_entropy(model(x), y) for x, y in batches])
-        weight[:, SIZE * head : SIZE * head + SIZE] = 0
-        now = torch.cat([cross_entropy(model(x), y) for x, y in batches])
-        weight.copy_(kept)
-    return (now - dense).mean().double()
+@torch.no_grad()
+def loss(model: nn.Module, batches: list[Any]) -> Tensor:
+    """Each batch runs as it was given."""
+    return torch.cat([cross_entropy(model(x), y) for x, y in batches]).mean().double()
 
 
 class Capacity(Plain):
@@ -121,14 +116,13 @@ class Sorting(Plain):
 def test_replay_of_odd_modules(kind: type[Plain], size: int) -> None:
     model = randomise(kind())
     x, y = pair(12)
-    x[:4] = x[:4][
-        x[:4].sum((1, 2)).argsort()
-    ]  # the first examples are in order: only the other batches show that a model sorts
+    order = x[:4].sum((1, 2)).argsort()
+    x[:4] = x[:4][order]  # the first examples are in order: only the other batches show that a model sorts
     batches = [(x[i : i + size], y[i : i + size]) for i in range(0, 12, size)]
     scores = hp.score(model, batches, "ablation", loss_fn=cross_entropy)
     for layer in scores.layers:
         for head in (0, 2):
-            expected = without(model, layer.name, head, batches)
+            expected = loss(without(model, scores.layers, {layer.name: [head]}), batches) - loss(model, batches)
             torch.testing.assert_close(scores.values[layer.name][head], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -179,9 +173,8 @@ def test_padding_that_is_cut_out_on_the_way(method: str) -> None:
     x = torch.cat([x, x.flip(1)], 1)[:, :6]
     keep = torch.arange(6) < torch.tensor([6, 4, 2])[:, None]
     ones = [((x[i : i + 1], keep[i : i + 1]), y[i : i + 1]) for i in range(3)]
-    batch, single = (
-        hp.score(model, b, quick(method, "steps=8"), loss_fn=cross_entropy) for b in ([((x, keep), y)], ones)
-    )
+    method, whole = quick(method, "steps=8"), [((x, keep), y)]
+    batch, single = (hp.score(model, batches, method, loss_fn=cross_entropy) for batches in (whole, ones))
     torch.testing.assert_close(batch.flat(), single.flat(), rtol=1e-4, atol=1e-6)
 
 
@@ -288,6 +281,5 @@ def test_the_unit_says_what_was_measured() -> None:
     numbers = tf.BertForSequenceClassification(tf.BertConfig(**sizes("sdpa", num_labels=1)))
     labels = torch.randn(3)
     assert hp.score(numbers, [{**text(), "labels": labels}], "ablation").unit.startswith("squared error added")
-    assert hp.score(numbers, [text()], "ablation").unit.startswith(
-        "squared difference from the dense model's answers added"
-    )
+    unit = hp.score(numbers, [text()], "ablation").unit
+    assert unit.startswith("squared difference from the dense model's answers added")

@@ -1,7 +1,5 @@
 """Entropy, confidence and norms against what models and matrices say themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +11,8 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support.checks import hooks
+from tests.support.odd import Convolutions
+from tests.support.plain import WIDTH, Attention, model_of, noise
 from tests.support.problems import TokensFirst, error_of, output_weight
 from tests.support.textbook import Classifier, HeadsFirst, MinGPT, made
 from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, randomise, text
@@ -31,9 +31,9 @@ def double(name: str, attention: str = "sdpa") -> tuple[nn.Module, dict[str, Ten
     return model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
 
 
-def real_of(batch: dict[str, Tensor], layer: hp.AttentionLayer, tokens: int) -> Tensor:
+def real_of(batch: Any, layer: hp.AttentionLayer, values: Tensor) -> Tensor:
     if "attention_mask" not in batch:
-        return torch.ones(3, tokens, dtype=torch.bool)
+        return torch.ones(len(values), values.shape[2], dtype=torch.bool)
     if batch["labels"].ndim == 2 and layer.kind != "encoder" and batch["labels"].shape[1] == 5:  # T5's decoder
         return batch["labels"] != -100
     return batch["attention_mask"] == 1
@@ -64,12 +64,7 @@ def test_of_attention_against_its_weights(name: str, method: str) -> None:
     for layer_name, weights in hp.attention_weights(model, example, list(s.layers)).items():
         layer = next(layer for layer in s.layers if layer.name == layer_name)
         values = STATISTICS[method](weights.double())
-        real = (
-            torch.ones(len(values), values.shape[2], dtype=torch.bool)
-            if name in ("swin", "d2l")
-            else real_of(batch, layer, values.shape[2])
-        )
-        rows = mean_over_tokens(values, real)
+        rows = mean_over_tokens(values, real_of(batch, layer, values))
         torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(s.stderr[layer.name], error_of(rows), rtol=1e-4, atol=1e-6)
 
@@ -87,22 +82,17 @@ def test_output_norm_against_slices_of_the_output_projection(name: str) -> None:
     model, batch = double(name)
     s = score(model, batch, "output-norm")
     seen: dict[str, Tensor] = {}
-    handles = [
-        model.get_submodule(a.output_projection.module).register_forward_pre_hook(
-            lambda m, args, n=a.name: seen.update({n: args[0].detach()})
-        )
-        for a in s.layers
-    ]
+    for a in s.layers:
+        module = model.get_submodule(a.output_projection.module)
+        module.register_forward_pre_hook(lambda m, args, n=a.name: seen.update({n: args[0]}))
     with torch.no_grad():
         model(**batch)
-    for handle in handles:
-        handle.remove()
     for layer in s.layers:
         weight, plain = output_weight(model, layer)
         matrix = weight.detach() if plain else weight.detach().T
         added = [seen[layer.name][..., list(own)] @ matrix[:, list(own)].T for own in layer.output_projection.features]
         norms = torch.stack([(x**2).sum(-1).sqrt() for x in added], dim=1)
-        rows = mean_over_tokens(norms, real_of(batch, layer, norms.shape[-1]))
+        rows = mean_over_tokens(norms, real_of(batch, layer, norms))
         torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(s.stderr[layer.name], error_of(rows), rtol=1e-9, atol=1e-12)
 
@@ -177,10 +167,9 @@ def test_heads_without_an_output_projection() -> None:
     s = score(model, ((ids,), labels), "output-norm", loss_fn=cross_entropy)
     assert s.details["norm_before_output_projection"] == [layer.name for layer in s.layers]
     outputs: list[Tensor] = []
-    handle = model.blocks[0]["attn"].register_forward_hook(lambda m, a, out: outputs.append(out.detach()))
+    model.blocks[0]["attn"].register_forward_hook(lambda m, a, out: outputs.append(out))
     with torch.no_grad():
         model(ids)
-    handle.remove()
     expected = outputs[0].view(3, 8, 4, 8).norm(dim=-1).mean((0, 1)).double()
     torch.testing.assert_close(s.values["blocks.0.attn"], expected, rtol=1e-5, atol=1e-7)
     with pytest.raises(hp.HeadPruneError, match=r"Layer blocks\.0\.attn: no columns of an output projection"):
@@ -206,26 +195,12 @@ def test_a_weight_that_is_not_plain(method: str) -> None:
 def test_a_convolution_as_output_projection() -> None:
     """Norms of a W_O that is a convolution are those of the linear layer that it is."""
 
-    class Pixels(nn.Module):
-        def __init__(self, convolution: bool) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(16, 48)
-            self.out = nn.Conv1d(16, 16, 1) if convolution else nn.Linear(16, 16)
-            self.head = nn.Linear(16, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (t.unflatten(-1, (4, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-            attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-            flat = isinstance(self.out, nn.Linear)
-            out = self.out(attended) if flat else self.out(attended.transpose(1, 2)).transpose(1, 2)
-            return self.head((x + out).mean(dim=1))
-
-    linear = randomise(Pixels(False))
-    convolution = Pixels(True).eval()
-    convolution.load_state_dict({k: v[..., None] if k == "out.weight" else v for k, v in linear.state_dict().items()})
-    x = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(0))
+    linear, convolution = model_of(Attention), model_of(Convolutions)
+    shapes = {name: p.shape for name, p in convolution.named_parameters()}
+    convolution.load_state_dict({name: p.view(shapes[name]) for name, p in linear.named_parameters()})
+    batch = noise(4, 6, WIDTH), torch.tensor([0, 1, 2, 0])[:, None].expand(4, 6)
     for method in (*MEASURED, "weight-norm"):
-        a, b = (score(m, (x, torch.tensor([0, 1, 2, 0])), method, loss_fn=cross_entropy) for m in (linear, convolution))
+        a, b = (score(m, batch, method, loss_fn=cross_entropy) for m in (linear, convolution))
         torch.testing.assert_close(a.flat(), b.flat(), rtol=1e-5, atol=1e-7)
 
 
