@@ -93,9 +93,8 @@ def test_few_examples_do_no_harm_to_others(trained: Classifier, examples: int, o
         gains += after[1] < 0.5 * before[1]
         assert done.trials
         if not any(t.kept for t in done.trials):  # it answers as it will when it is pruned
-            torch.testing.assert_close(
-                brute.logits(mended, x), brute.logits(without(trained, drop), x), rtol=1e-5, atol=1e-5
-            )
+            expected = brute.logits(without(trained, drop), x)
+            torch.testing.assert_close(brute.logits(mended, x), expected, rtol=1e-5, atol=1e-5)
             assert (done.layers, done.answers, done.biases) == ({}, None, ())
         elif examples == 4:
             assert others
@@ -112,9 +111,8 @@ def test_other_examples_decide(trained: Classifier) -> None:
     assert [t.step for t in done.trials] == ["output projections", "values", "answers"]
     assert 1 + 1 + 3 <= calls.count(99) <= 1 + 1 + 4  # the dense model, without any step, and with each
     assert {t.examples for t in done.trials} == {150}
-    assert done.trials[0].before == pytest.approx(
-        brute.kl(dense, brute.logits(without(trained, drop), others)), rel=1e-4
-    )
+    before = brute.kl(dense, brute.logits(without(trained, drop), others))
+    assert done.trials[0].before == pytest.approx(before, rel=1e-4)
     kept = [t for t in done.trials if t.kept]
     assert kept[-1].after == pytest.approx(brute.kl(dense, brute.logits(model, others)), rel=1e-4)
     for one, following in pairwise(done.trials):

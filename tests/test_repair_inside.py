@@ -10,18 +10,8 @@ from torch import Tensor
 import headprune as hp
 from headprune import repairing
 from headprune.attention import Heads
-from headprune.repairing import (
-    answers,
-    calibrate,
-    calibration,
-    checked_repair,
-    directions,
-    fit_layers,
-    gauss_newton,
-)
-from headprune.repairing import (
-    layers as layer_steps,
-)
+from headprune.repairing import answers, calibrate, calibration, checked_repair, directions, fit_layers, gauss_newton
+from headprune.repairing import layers as layer_steps
 from headprune.repairing.gauss_newton import longest
 from headprune.repairing.steps import better
 from tests.support import brute
@@ -63,9 +53,8 @@ def test_values_and_outputs_end_where_the_slopes_are_zero(name: str, monkeypatch
     def fitted(rounds: int) -> list[Tensor]:
         monkeypatch.setattr(layer_steps, "_ROUNDS", rounds)
         monkeypatch.setattr(layer_steps, "_STEPS", 30)
-        fit = layer_steps.fit_values(
-            moments, projection, own, heads, statistics.directions.along[projection.name], ridge
-        )
+        along = statistics.directions.along[projection.name]
+        fit = layer_steps.fit_values(moments, projection, own, heads, along, ridge)
         mixes = [fit.mixes[heads[groups.index(g)]] for g in kept]
         assert all(torch.equal(fit.mixes[h], mixes[kept.index(g)]) for h, g in zip(heads, groups, strict=True))
         assert fit.facts.after <= fit.facts.before
@@ -74,9 +63,8 @@ def test_values_and_outputs_end_where_the_slopes_are_zero(name: str, monkeypatch
     # Without any round W_O is fitted already.
     losses = [float(objective(old_mix, old_out)), *(float(objective(*fitted(rounds))) for rounds in (1, 2, 4))]
     assert losses == sorted(losses, reverse=True)
-    at_first = torch.autograd.grad(
-        objective(*(start := [t.clone().requires_grad_() for t in (old_mix, old_out)])), start
-    )
+    start = [t.clone().requires_grad_() for t in (old_mix, old_out)]
+    at_first = torch.autograd.grad(objective(*start), start)
     at_last = torch.autograd.grad(objective(*(end := fitted(200))), end)
     for first, last in zip(at_first, at_last, strict=True):
         assert last.abs().max() < 1e-4 * first.abs().max()
@@ -102,16 +90,12 @@ def test_a_step_is_the_ridge_regression(some: bool, dtype: torch.dtype, monkeypa
 
 def test_coordinates_are_what_gradients_are_longest_along() -> None:
     """They are orthonormal, and the longest products of eigenvectors."""
-    parts: list[dict[str, tuple[Tensor, Tensor]]] = [
-        {
-            n: (draw(rows, 3, wide) * torch.logspace(0, -1, wide), draw(2, rows, 3, 5))
-            for n, wide in (("a", 4), ("b", 6))
-        }
-        for rows in (7, 4)
-    ]
-    each = {
-        n: torch.cat([torch.einsum("nti,pnto->npio", *part[n]).flatten(0, 1) for part in parts]) for n in ("a", "b")
-    }
+
+    def made(rows: int, wide: int) -> tuple[Tensor, Tensor]:
+        return draw(rows, 3, wide) * torch.logspace(0, -1, wide), draw(2, rows, 3, 5)
+
+    parts = [{"a": made(rows, 4), "b": made(rows, 6)} for rows in (7, 4)]
+    each = {n: torch.cat([torch.einsum("nti,pnto->npio", *part[n]).flatten(0, 1) for part in parts]) for n in "ab"}
     gradients = torch.cat([g.flatten(1) for g in each.values()], dim=1)
     some = longest(parts, 11)
     axes = [some.matrices(one) for one in torch.eye(11, dtype=torch.float64)]
@@ -149,9 +133,8 @@ def calibrated(classes: int = 3, **given: Any) -> repairing.Calibration:
 
 
 def sums(found: repairing.Calibration) -> dict[str, Tensor]:
-    return {
-        f"{name} {key}": value for name, own in found.statistics.moments.items() for key, value in vars(own).items()
-    }
+    moments = found.statistics.moments.items()
+    return {f"{name} {key}": value for name, own in moments for key, value in vars(own).items()}
 
 
 def test_weights_are_applied_and_taken_out_to_the_bit() -> None:
