@@ -1,7 +1,5 @@
 """Text is never markup: names, labels and rows that look like HTML, Markdown, rich's markup and a terminal's codes, to the end."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -65,9 +63,7 @@ def test_the_terminal_shows_it_as_it_is(made: dict[str, Any]) -> None:
     for result in made["said"]:
         for text in (result.stdout, result.stderr):
             assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
-            assert "49" not in re.sub(
-                r"[\d.]+%?", lambda n: n[0] if n[0] == "49" else "", text
-            )  # {{7*7}} was not computed
+            assert "49" not in re.findall(r"[\d.]+%?", text)  # {{7*7}} was not computed
         if result.exit_code:
             (line,) = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
             assert result.stderr.rstrip().endswith(line)

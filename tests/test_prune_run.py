@@ -1,12 +1,11 @@
 """What a run of `prune` says before, compares, draws and times; and how deep a reader must go: by the command line."""
 
-from __future__ import annotations
-
 import json
 import re
-import sys
+from math import prod
 from pathlib import Path
 from random import Random
+from traceback import walk_stack
 from typing import Any
 
 import pytest
@@ -61,10 +60,7 @@ def test_orders_are_compared_and_the_used_one_is_drawn(bert_folder: Path, data_f
     planning, curve = metrics["planning"], metrics["curve"]
     compared = {order["order"]: order for order in planning["compared"]}
     assert set(compared) == {"compensated", "re-scored", "gradient"}
-    nearness = {
-        name: torch.tensor([plan["divergence"] for plan in order["plans"]]).log().sum().item()
-        for name, order in compared.items()
-    }
+    nearness = {name: prod(plan["divergence"] for plan in order["plans"]) for name, order in compared.items()}
     (used,) = [name for name, order in compared.items() if order["used"]]
     assert used == min(nearness, key=nearness.__getitem__)
     assert [(plan["budget"], plan["kept"]) for plan in compared[used]["plans"]] == [("keep 6", 6), ("keep 4", 4)]
@@ -110,17 +106,10 @@ def test_few_frames_lie_between_prune_and_the_solver(
     solve = torch.linalg.solve
 
     def counting(*arguments: Any, **more: Any) -> Any:
-        names, frame = [], sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            if (
-                code.co_filename.startswith(HOUSE) and code.co_name[0] != "<"
-            ):  # comprehensions are part of their function
-                names.append(f"{Path(code.co_filename).stem}.{code.co_name}")
-            if code.co_name == "prune" and "cli" in code.co_filename:
-                chains.add(tuple(reversed(names)))
-                break
-            frame = frame.f_back  # type: ignore[assignment]
+        codes = [frame.f_code for frame, _ in walk_stack(None)]
+        own = [code for code in codes if code.co_filename.startswith(HOUSE) and code.co_name[0] != "<"]
+        names = tuple(f"{Path(code.co_filename).stem}.{code.co_name}" for code in own)
+        chains.add(names[: names.index("prune.prune") + 1][::-1])  # comprehensions are part of their function
         return solve(*arguments, **more)
 
     monkeypatch.setattr(torch.linalg, "solve", counting)

@@ -4,8 +4,6 @@ Needs Chromium (`apt-get install chromium`, or HEADPRUNE_BROWSER names another o
 axe-playwright-python of the extra ``dev``; without them these tests are skipped.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

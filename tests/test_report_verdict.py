@@ -1,7 +1,5 @@
 """What a run comes to, in a sentence: right in every case, and the same in the report, in the terminal and in JSON."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """`headprune show`, heads.json, its pictures and its section of the report."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -48,6 +46,8 @@ def test_a_text_and_one_head_of_it(bert_folder: Path, tmp_path: Path) -> None:
         assert line[1] == tokens[best]
         assert abs(float(line[2].rstrip("%")) - 100 * float(row[best])) < 0.8
     assert all(Image.open(picture).size[0] > 100 for picture in pictures)
+    for head, message in (("L9.H1", "is no head"), ("L1.H9", "has no head 9")):
+        assert message in run("show", bert_folder, "--text", "good", "--head", head, code=1).stderr
 
 
 def test_the_document(bert_folder: Path, data_folder: Path) -> None:
@@ -78,9 +78,8 @@ def test_a_text_is_never_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     document = shown(folder, "--text", f"{' '.join(LABELS)} \u202e")
     assert document["samples"][0]["positions"]["input"]["labels"][1 : 1 + len(LABELS)] == list(LABELS)
     document["samples"][0]["title"] = NASTY
-    written = reported(
-        tmp_path / "r", METRICS, heads={k: v for k, v in document.items() if k not in ("kind", "schema")}
-    )
+    heads = {k: v for k, v in document.items() if k not in ("kind", "schema")}
+    written = reported(tmp_path / "r", METRICS, heads=heads)
     assert "one example (`good [bold]film[/] $x$ �[31m <b> |a|`)" in written
     for name, value in {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}.items():
         monkeypatch.setenv(name, value)
@@ -128,18 +127,6 @@ def test_encoder_and_decoder(tmp_path: Path) -> None:
     assert set(sample["positions"]) == {"source", "target"}
     expected = [("source", "source"), ("target", "target"), ("target", "source")]
     assert [(a["queries"], a["keys"]) for a in sample["layers"]] == expected
-
-
-@pytest.mark.parametrize(("more", "message"), [
-    ([], "nothing to look at"), (["--text", " "], "empty"), (["--text", "good", "--image", "a.png"], "two inputs"),
-    (["--image", "a.png"], "takes no image"), (["--text", "good", "--head", "L9.H1"], "is no head"),
-    (["--text", "good", "--head", "L1.H9"], "has no head 9"), (["--text", "good", "-o", "a.txt"], "no name of a picture"),
-    (["--text", "good", "-o", "nowhere/a.png"], "no folder"),
-])  # fmt: skip
-def test_mistakes(more: list[str], message: str, bert_folder: Path) -> None:
-    result = run("show", bert_folder, *more, code=1)
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.drawn
