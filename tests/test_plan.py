@@ -1,7 +1,5 @@
 """Plans from scores, constraints, and plans that a person reads and edits."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tempfile
@@ -96,25 +94,6 @@ def test_one_shot_keeps_as_much_score_as_a_plan_by_hand(data: st.DataObject) -> 
     assert float(scores.flat().sum()) - lost == pytest.approx(expected, abs=1e-9)
 
 
-@settings(max_examples=30)
-@given(st.data())
-def test_one_shot_is_the_best_of_all_choices(data: st.DataObject) -> None:
-    """Exhaustively, where no heads are shared."""
-    scores = data.draw(any_scores(shared=False).filter(lambda scores: len(scores.flat()) <= 9))
-    constraints = data.draw(any_constraints(scores.layers))
-    heads = [(a.name, h) for a in scores.layers for h in range(a.num_heads)]
-    for plan in plans_of(scores, "one-shot", **constraints):
-        losses = []
-        for choice in itertools.combinations(heads, plan.total - plan.asked):
-            lost = [sum(name == a.name for name, _ in choice) for a in scores.layers]
-            least = constraints["min_heads_per_layer"]
-            few = any(n and a.num_heads - n < least for a, n in zip(scores.layers, lost, strict=True))
-            if not few and not {f"{n}.H{h}" for n, h in choice} & set(constraints["protect"]):
-                losses.append(sum(float(scores.values[n][h]) for n, h in choice))
-        assert plan.kept == plan.asked
-        assert sum(float(scores.values[n][h]) for n, h in gone(plan)) == pytest.approx(min(losses), abs=1e-9)
-
-
 @given(any_scores(), st.integers(0, 2))
 def test_uniform_is_uniform(scores: hp.HeadScores, least: int) -> None:
     """Layers of one size keep the same number, whatever must stay."""
@@ -180,9 +159,7 @@ def test_plans_by_hand(scores: hp.HeadScores, keep: int, options: dict[str, Any]
     (EVEN, 3, {"protect": "L0.7"}, "no attention layer named 'L0.7'", ""), (EVEN, 3, {"protect": "L9.H0"}, "named 'L9'", "layers L0 to L2"),
     (EVEN, 3, {"protect": "L0.H4"}, "Layer l0 has no head 4", "It has 4: 0 to 3."),
 ])  # fmt: skip
-def test_what_cannot_be_planned(
-    scores: hp.HeadScores, keep: int, options: dict[str, Any], message: str, hint: str
-) -> None:
+def test_what_cannot_be_planned(scores: Any, keep: int, options: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(hp.HeadPruneError) as refused:
         hp.plan(scores, keep, **options)
     assert message in str(refused.value)
@@ -238,16 +215,11 @@ def swapped(matrix: Tensor, shapes: Sequence[tuple[int, int]], keep: int, values
 
 
 @settings(max_examples=60)
-@given(
-    st.integers(0, 10**6),
-    st.sampled_from([[(4, 4)], [(3, 3), (4, 4)], [(2, 2), (3, 3), (2, 2)]]),
-    st.sampled_from([0.0, 1.0]),
-    st.data(),
-)
-def test_swap_ends_where_no_exchange_helps(
-    seed: int, shapes: list[tuple[int, int]], between: float, data: st.DataObject
-) -> None:
+@given(st.data())
+def test_swap_ends_where_no_exchange_helps(data: st.DataObject) -> None:
     """Never worse than greed; the best of all choices where heads do not interact, or an exchange reaches every choice."""
+    seed, between = data.draw(st.integers(0, 10**6)), data.draw(st.sampled_from([0.0, 1.0]))
+    shapes = data.draw(st.sampled_from([[(4, 4)], [(3, 3), (4, 4)], [(2, 2), (3, 3), (2, 2)]]))
     size = sum(heads for heads, _ in shapes)
     slopes = torch.randn(5, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     whole = slopes.T @ slopes / 5
@@ -336,12 +308,12 @@ def test_a_plan_edited_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drop", "message"), [
-    ({"nowhere": [0]}, "no attention layer named 'nowhere'"), ({"L0": [6]}, "Layer L0 has no head 6"), ({"L0": [-1]}, "Layer L0 has no head -1"),
-    ({"L0": [0, 0]}, "Layer L0: head 0 is listed twice"), ({"L0": [0, 1], "model.layers.0.self_attn": [2]}, "named twice"),
+    ({"L0": [6]}, "Layer L0 has no head 6"), ({"L0": [0, 1], "model.layers.0.self_attn": [2]}, "named twice"),
     ({"L0": [3]}, r"Layer model.layers.0.self_attn: head 3 cannot go alone: .* keep 2, 1, 2 query heads"),
-    *(({"L0": heads}, "damaged plan .drop › L0") for heads in ([1.5], [True], ["1"], "all", None)), ([0, 1], "damaged plan"),
+    *(({"L0": heads}, "damaged plan .drop › L0") for heads in (["1"], None)),
 ])  # fmt: skip
 def test_wrong_edits_name_the_layer_and_the_head(drop: object, message: str, tmp_path: Path) -> None:
+    """More of them are in `tests.support.bad_inputs`."""
     layers = hp.find_attention(*llama())
     with pytest.raises(hp.HeadPruneError, match=message) as refused:
         hp.PruningPlan.load(edited(tmp_path / "plan.json", drop)).on(layers)

@@ -1,6 +1,7 @@
 """The proof sees beyond the example's length, every output, and where heads barely count; a right prune of such a model still passes."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from headprune.surgery.cutter import cut, snapshot
 from headprune.surgery.removal import ways
 from tests.support.cases import answer
 from tests.support.plain import HEADS, WIDTH, Attention, Pair, model_of, noise
-from tests.support.zoo import TorchEncoder, bert, gpt2, llama, randomise, text
+from tests.support.zoo import TorchEncoder, bert, gpt2, randomise, text
 
 X = noise(2, 8, WIDTH)
 IDS = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(4))
@@ -135,13 +136,9 @@ class Growing(Model):
 def test_learned_positions(most: int, fails: bool) -> None:
     """What is longer than they are is not tried on; what fits is: 8 tokens become 64, 32, 16 or 10. It leaves no traces."""
     model = randomise(Growing(most, 16))
-    if fails:
-        with pytest.raises(hp.PruneError):
-            hp.prune(model, {"attention": [0]}, IDS)
-    else:
+    with pytest.raises(hp.PruneError) if fails else nullcontext():
         hp.prune(model, {"attention": [0]}, IDS)
-    assert model.longest == 0
-    assert model.kept.shape == (1,)
+    assert (model.longest, model.kept.shape) == (0, (1,))
 
 
 def test_the_proof_stays_cheap_and_generates() -> None:
@@ -151,17 +148,14 @@ def test_the_proof_stays_cheap_and_generates() -> None:
     layers = hp.find_attention(model, example)
     model.register_forward_pre_hook(lambda m, a, k: rows.append(tuple(k["input_ids"].shape)), with_kwargs=True)
     assert hp.prune(model, {layers[0].name: [0]}, example, layers=layers).inputs == 5
-    assert len(rows) == 15
-    assert rows.count((1, 64)) == 3
+    assert (len(rows), rows.count((1, 64))) == (15, 3)
     writer, example = gpt2()
     assert hp.prune(writer, {"transformer.h.0.attn": [1]}, example).inputs == 6  # the sixth generates with a cache
 
 
 def test_a_failing_layer_is_named_and_an_interrupt_restores(monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomise(nn.Sequential(Attention(), nn.LayerNorm(WIDTH), Constants(0), nn.LayerNorm(WIDTH), Attention()))
-    with pytest.raises(
-        hp.PruneError, match=r"The heads of 2 cannot be removed exactly: .* The model is unchanged"
-    ) as told:
+    with pytest.raises(hp.PruneError, match=r"The heads of 2 cannot be removed exactly: .* is unchanged") as told:
         hp.prune(model, {"0": [0], "2": [0], "4": [1]}, X)
     assert "Mask them instead" in told.value.hint
     before = {n: id(p) for n, p in model.named_parameters()}
@@ -231,9 +225,8 @@ def test_a_width_that_only_scales_stays(dtype: torch.dtype) -> None:
     assert model.embed_size == 32
     other = torch.randint(0, 50, (3, 9))
     with hp.mask(dense, {layers[0].name: [1, 2, 3]}, layers=layers):
-        torch.testing.assert_close(
-            answer(model, other), answer(dense, other), rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=2e-2
-        )
+        exact = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(answer(model, other), answer(dense, other), rtol=exact, atol=2e-2)
 
 
 def test_nested_tensors_with_padding() -> None:
@@ -257,20 +250,6 @@ def test_modes_and_training() -> None:
     hp.prune(writer, {f"transformer.h.{i}.attn": [i] for i in range(3)}, example)
     writer.train()(**example, labels=example["input_ids"]).loss.backward()
     assert all(p.grad is not None for n, p in writer.named_parameters() if "attn" in n)
-
-
-def test_query_heads_of_equal_number_from_every_group() -> None:
-    model, example = llama()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(hp.HeadPruneError, match=r"head 0 cannot go alone: .* would keep 1, 2, 2 query heads"):
-        hp.prune(model, {"model.layers.0.self_attn": [0]}, example)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    with hp.mask(model, {"L1": [1, 2, 5]}, example):
-        masked = answer(model, example)
-    hp.prune(model, {"L1": [1, 2, 5]}, example)
-    torch.testing.assert_close(answer(model, example), masked, rtol=1e-4, atol=1e-4)
-    after = hp.find_attention(model, example)[1]
-    assert (after.num_heads, after.num_kv_heads) == (3, 3)
 
 
 def test_layers_that_lose_the_same_heads_keep_their_own_weights() -> None:
@@ -302,22 +281,6 @@ def test_shared_weights_stay_shared_where_the_same_heads_go(second: list[int], s
     torch.testing.assert_close(answer(model, X), masked, rtol=1e-4, atol=1e-5)
     assert (model.first.o.weight is getattr(getattr(model.second, "o", None), "weight", None)) == shared
     assert torch.equal(answer(hp.load(hp.save(model, tmp_path / "pruned"), Pair()), X), answer(model, X))
-
-
-LAYER = "bert.encoder.layer.0.attention.self"
-
-
-@pytest.mark.parametrize(("drop", "message"), [
-    ({"nowhere": [0]}, "no attention layer named 'nowhere'"), ({LAYER: [4]}, "has no head 4"), ({LAYER: [-1]}, "has no head -1"),
-    ({LAYER: [1, 1]}, "head 1 is listed twice"), ({LAYER: [0], "L0": [1]}, "named twice"), ({LAYER: [True]}, "no list of heads"),
-    ({LAYER: ["1"]}, "no list of heads"), ({LAYER: [1.0]}, "no list of heads"), ({LAYER: 7.5}, "no list of heads"),
-    ([3], "does not say which heads"), (None, "does not say which heads"),
-])  # fmt: skip
-def test_what_is_no_plan(drop: Any, message: str) -> None:
-    model, example = bert()
-    for attempt in (lambda: hp.prune(model, drop, example), lambda: hp.mask(model, drop, example).__enter__()):
-        with pytest.raises(hp.HeadPruneError, match=message):
-            attempt()
 
 
 def test_mistakes_are_told_in_a_line() -> None:

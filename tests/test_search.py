@@ -1,7 +1,5 @@
 """What a search finds, what it costs and when it is refused: against masking, counting and trying everything by hand."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import re
@@ -26,7 +24,7 @@ from tests.support import brute
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, Normed, noise
 from tests.support.plans import any_constraints, check_nested, check_plan, gone
-from tests.support.problems import small, unlabelled
+from tests.support.problems import small, unlabelled, without
 from tests.support.zoo import labelled, randomise, sizes, text
 
 LOOKING = ["re-scored", "compensated", "greedy"]
@@ -82,9 +80,8 @@ def test_every_plan_holds(strategy: str, data: st.DataObject) -> None:
     try:
         plans = hp.search(model, batches[:1], keep, strategy=strategy, **options)
     except hp.HeadPruneError:
-        with pytest.raises(
-            hp.HeadPruneError, match=r"out of reach|none would stay"
-        ):  # what scores alone do not reach either
+        # What scores alone do not reach either.
+        with pytest.raises(hp.HeadPruneError, match=r"out of reach|none would stay"):
             hp.search(model, batches[:1], keep, strategy="one-shot", scores=random_scores(model, batches), **options)
         return
     assert same(model, before)
@@ -133,13 +130,8 @@ def test_greedy_takes_what_costs_least() -> None:
     layers = hp.find_attention(model, batches[0])
     heads = [(i, h) for i in range(2) for h in range(3)]
 
-    @torch.no_grad()
     def loss(out: Sequence[tuple[int, int]], given: Batches) -> float:
-        other = copy.deepcopy(model)
-        for i, h in out:
-            other.bert.encoder.layer[i].attention.output.dense.weight[:, 8 * h : 8 * h + 8] = 0
-        each = [F.cross_entropy(other(**b).logits, b["labels"], reduction="none") for b in given]
-        return float(torch.cat(each).mean())
+        return without(model, given, [head not in out for head in heads])
 
     plans = hp.search(model, batches, [5, 4, 3], strategy="greedy", repair=False)
     out: list[tuple[int, int]] = []
@@ -281,9 +273,7 @@ def test_the_dense_model_is_looked_at_once_for_all_orders(caplog: pytest.LogCapt
     options: dict[str, Any] = {"layers": layers, "repair": False, "scores": ()}
     with counting(model) as seen:
         (best,) = hp.search(model, batches, 2, choose=choose, **options)
-    (together,) = re.findall(
-        "All orders together took about (.*) forward passes over 9 examples", " ".join(caplog.messages)
-    )
+    (together,) = re.findall("All orders together took about (.*) forward passes over 9", " ".join(caplog.messages))
     with counting(model) as alone:
         (same_again,) = hp.search(model, batches, 2, strategy=best.strategy, **options)
     assert same_again.notes == best.notes
@@ -311,8 +301,6 @@ def test_a_look_takes_as_many_examples_as_it_may_from_everywhere(monkeypatch: py
         with counting(model) as seen:
             hp.search(model, batches, 2, strategy="compensated", repair=False, effort=effort)
         assert [i for i, first in enumerate(firsts) if seen[first, 0]] == list(chosen)
-    with pytest.raises(hp.HeadPruneError, match=r"no effort 'huge'. Choose from low, normal, high"):
-        hp.search(model, batches, 2, effort="huge")
 
 
 @pytest.mark.parametrize(("effort", "limit"), [("low", "50 TFLOPs"), ("normal", "500 TFLOPs"), ("high", None)])

@@ -1,7 +1,5 @@
 """Budgets that are counted, timed or measured: held by the model that was really pruned, with as many heads as can be."""
 
-from __future__ import annotations
-
 import copy
 import time
 from dataclasses import replace
@@ -10,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as tf
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import headprune as hp
+from tests.support.even import llama, llava, mistral
 from tests.support.plans import check_nested
-from tests.support.problems import small
-from tests.support.zoo import ZOO, labelled, randomise, sizes, text
+from tests.support.problems import small, unlabelled
+from tests.support.zoo import ZOO, labelled, text
 
 Batch = dict[str, Tensor]
 Problem = tuple[nn.Module, list[Batch], list[Batch]]
@@ -33,7 +31,7 @@ def encoder() -> Problem:
 
 
 def inputs_of(batch: Batch) -> Batch:
-    return {name: value for name, value in batch.items() if name != "labels"}
+    return unlabelled([batch])[0]
 
 
 def other(batch: Batch) -> Batch:
@@ -133,9 +131,8 @@ def test_a_budget_of_lost_accuracy(allowed: int, encoder: Problem) -> None:
     holding = [kept for kept in highs if kept > max(failing, default=0)]
     asked = {"budgets": f"max-drop {amount + 1e-6:.6f}", "choose": choose, **options}
     if not holding:
-        with pytest.raises(
-            hp.HeadPruneError, match=f"out of reach: with . of 6 heads .* than {min(highs.values()):.4f}"
-        ):
+        told = f"out of reach: with . of 6 heads .* than {min(highs.values()):.4f}"
+        with pytest.raises(hp.HeadPruneError, match=told):
             hp.search(model, batches, **asked)
         return
     (plan,) = hp.search(model, batches, **asked)
@@ -169,11 +166,6 @@ def test_cache_bytes_are_those_of_a_real_cache(name: str) -> None:
 
 @pytest.mark.parametrize(("given", "says"), [
     ({"budgets": "weight 80%"}, r"no budget 'weight'. Choose from keep, flops, params"), ({"budgets": ["flops"]}, "--target-flops  is no budget"),
-    *(({"budgets": budget}, f"{flag} .* is no budget. Write it as") for budget, flag in (
-        ("latency soon", "--target-latency"), ("latency 0", "--target-latency"), ("latency -3", "--target-latency"), ("flops 1.2X", "--target-flops"),
-        ("params nan", "--target-params"), ("params 1..2", "--target-params"), ("drop little", "--max-drop"), ("drop -0.01", "--max-drop"),
-        ("latency 1e999", "--target-latency"),
-    )),
     ({"budgets": []}, "keep= names no number of heads, and budgets= nothing else"), ({"budgets": "flops 100%"}, "is met by the dense model, so"),
     ({"budgets": "params 1G"}, "is met by the dense model \\("), ({"budgets": "kv-cache 50%"}, "has no key/value cache"),
     ({"budgets": "drop 2"}, "allows to lose all accuracy.*did you mean 2%"), ({"budgets": "keep 99"}, "more than all 6 heads"),
@@ -193,12 +185,6 @@ def test_mistakes(given: dict[str, Any], says: str, encoder: Problem) -> None:
 
 
 # -- as many heads in every layer ---------------------------------------------------------------------
-
-
-def plain_llama(hidden: int = 48, heads: int = 6) -> tuple[nn.Module, Any]:
-    """Without key/value groups."""
-    config = tf.LlamaConfig(**sizes("sdpa", hidden_size=hidden, num_attention_heads=heads, num_hidden_layers=2))
-    return randomise(tf.LlamaForCausalLM(config)), text()
 
 
 def uniform(
@@ -226,14 +212,12 @@ def test_every_plan_is_one_that_the_class_can_have(name: str, kept: list[int], t
         assert ("auto_map" in (folder / "config.json").read_text()) == (name == "bert")
         assert len({len(heads) for heads in plan.drop.values()}) == 1
     if name == "bert":
-        assert (
-            "cannot have another number of heads, so the folder loads with trust_remote_code=True" in plans[0].notes[0]
-        )
+        assert "cannot have another number of heads, so the folder loads with trust_remote" in plans[0].notes[0]
 
 
 def test_between_two_numbers_it_rounds_down() -> None:
     """Llama's 6 heads can be 4, 3, 2 or 1, not 5: they divide the hidden size."""
-    plans, scores = uniform(plain_llama(), [11, 8, 7, 6, 4, 2])
+    plans, scores = uniform(llama(48, 6), [11, 8, 7, 6, 4, 2])
     assert [plan.kept for plan in plans] == [8, 8, 6, 6, 4, 2]
     assert plans[1].notes[0] == "LlamaForCausalLM can have 6, 4, 3, 2, 1 heads in every layer."
     assert plans[0].notes[0].startswith("8 of 12 heads are kept, not 11")
@@ -241,11 +225,11 @@ def test_between_two_numbers_it_rounds_down() -> None:
         lost = scores.values[layer.name][plans[0].drop[layer.name]]
         assert lost.max() <= scores.values[layer.name].sort().values[1]
     with pytest.raises(hp.HeadPruneError, match=r"cannot have fewer heads in every layer.*Keep at least 2"):
-        uniform(plain_llama(), 1)
-    protected, _ = uniform(plain_llama(), [8, 6], protect="L0.H0,L0.H1,L0.H2")
+        uniform(llama(48, 6), 1)
+    protected, _ = uniform(llama(48, 6), [8, 6], protect="L0.H0,L0.H1,L0.H2")
     assert [plan.drop["model.layers.0.self_attn"] for plan in protected][1] == [3, 4, 5]
     with pytest.raises(hp.HeadPruneError, match="Keep at least 6"):
-        uniform(plain_llama(), 4, protect="L0.H0,L0.H1,L0.H2")
+        uniform(llama(48, 6), 4, protect="L0.H0,L0.H1,L0.H2")
 
 
 def test_layers_that_share_a_position_bias_lose_the_same_heads() -> None:
@@ -262,8 +246,6 @@ def test_layers_that_share_a_position_bias_lose_the_same_heads() -> None:
 
 def test_parts_that_the_class_cannot_state_keep_their_heads() -> None:
     """Of a language model that sees, the image encoder."""
-    from tests.support.even import llava
-
     (plan,), _ = uniform(llava(), 14, labels=False)
     assert all("language_model" in name for name in plan.drop)
     assert "LlavaForConditionalGeneration can have 4, 2 heads in every layer." in plan.notes
@@ -273,8 +255,6 @@ def test_parts_that_the_class_cannot_state_keep_their_heads() -> None:
 
 def test_a_class_without_a_place_for_biases_gets_none(tmp_path: Any) -> None:
     """Plans of Mistral are compared without them."""
-    from tests.support.even import mistral
-
     model, example = mistral()
     batches = [labelled(model, example, seed) for seed in range(4)]
     scores = hp.score(model, batches, "gradient")

@@ -1,7 +1,5 @@
 """Folders from elsewhere: whatever their files say, nothing that came with them runs, and no other file is read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
@@ -64,19 +62,13 @@ def saved(tmp_path: Path) -> Path:
 def test_a_folder_cannot_allow_code(sent: Path, bert_folder: Path) -> None:
     """Neither a run folder, nor a pruned model that names a dense one."""
     model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
-    hp.save(
-        model, sent / "pruned-8", processor=tokenizer(), about={"task": "sequence-classification", "from": "infected"}
-    )
-    for command in (
-        ["prune", "-k", 4, "--scores", sent],
-        ["prune", "-k", 4, "-o", sent],
-        ["finetune", sent / "pruned-8"],
-    ):
+    about = {"task": "sequence-classification", "from": "infected"}
+    hp.save(model, sent / "pruned-8", processor=tokenizer(), about=about)
+    prune = ["prune", "-k", 4]
+    for command in ([*prune, "--scores", sent], [*prune, "-o", sent], ["finetune", sent / "pruned-8"]):
         assert "add --trust-remote-code" in run(*command, code=1).stderr
     assert not Path("ran").exists()
-    run(
-        "prune", "-k", 4, "--scores", sent, "--trust-remote-code", "-o", "out", code=1
-    )  # its scores are another model's
+    run(*prune, "--scores", sent, "--trust-remote-code", "-o", "out", code=1)  # its scores are another model's
     assert Path("ran").exists()
 
 
