@@ -64,9 +64,8 @@ OTHERS = [
 def test_an_error_is_the_same_in_another_process(error: Exception) -> None:
     """Or, where its class is made otherwise, says the same."""
     there = pickle.loads(pickle.dumps(parallel._Failure(error))).error
-    assert type(there) is (hp.HeadPruneError if isinstance(error, RowError) else type(error))
-    assert str(there) == str(error)
-    assert getattr(there, "hint", None) == getattr(error, "hint", None)
+    kind = hp.HeadPruneError if isinstance(error, RowError) else type(error)
+    assert (type(there), str(there), getattr(there, "hint", "")) == (kind, str(error), getattr(error, "hint", ""))
     with pytest.raises(ValidationError) as caught:
         TypeAdapter(int).validate_python("many")
     assert "1 validation error for int" in str(pickle.loads(pickle.dumps(parallel._Failure(caught.value))).error)
@@ -77,18 +76,11 @@ def test_lost_ranks_are_named() -> None:
     assert heads == ["A rank is", "Rank 1 is", "Rank 0 and rank 1 and rank 2 are"]
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        ({}, None),
-        ({"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, (1, 3, 0)),
-        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, (2, 4, 0)),
-        ({"WORLD_SIZE": "1"}, None),
-    ],
-)
-def test_what_launchers_say(
-    monkeypatch: pytest.MonkeyPatch, names: dict[str, str], expected: tuple[int, int, int] | None
-) -> None:
+@pytest.mark.parametrize(("names", "expected"), [
+    ({}, None), ({"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}, (1, 3, 0)),
+    ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, (2, 4, 0)), ({"WORLD_SIZE": "1"}, None),
+])  # fmt: skip
+def test_what_launchers_say(monkeypatch: pytest.MonkeyPatch, names: dict[str, str], expected: Any) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", **names}.items():
@@ -121,10 +113,8 @@ def test_what_ranks_do_together(processes: Processes, tmp_path: Path, size: int)
     for rank, (order, sums, fails, strange, (refusal, folder)) in enumerate(results):
         in_turn, by_cost, none = order
         assert order == results[0][0]
-        assert in_turn == [(i, i % size, 1) for i in range(7)]
-        assert [i for i, *_ in by_cost] == list(range(7))
+        assert (in_turn, [i for i, *_ in by_cost], none) == ([(i, i % size, 1) for i in range(7)], list(range(7)), [])
         assert {other for _, other, _ in by_cost[:6]} == set(range(1, size))  # rank 0 has the one that costs most
-        assert none == []
         whole, part, gathered, first = sums
         assert torch.equal(whole, torch.full((3, 2), size * (size + 1) / 2, dtype=torch.float64))
         assert torch.equal(part, whole[:, 1])
@@ -138,14 +128,10 @@ def test_what_ranks_do_together(processes: Processes, tmp_path: Path, size: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "status", "message"),
-    [
-        ("alone", 70, "Only here. Look there."),
-        ("steps", 0, "The ranks are out of step: rank 0 is at “other”"),
-        ("gone", -9, "Rank 1 is gone, so the others cannot continue. What was finished is kept"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "status", "message"), [
+    ("alone", 70, "Only here. Look there."), ("steps", 0, "The ranks are out of step: rank 0 is at “other”"),
+    ("gone", -9, "Rank 1 is gone, so the others cannot continue. What was finished is kept"),
+])  # fmt: skip
 def test_one_rank_ends_the_others(processes: Processes, tmp_path: Path, kind: str, status: int, message: str) -> None:
     """One that fails, calls something else, or is killed: the others say so, and wait for nobody."""
     call = {"size": 3, "call": "tests.support.shared:together", "given": {"kinds": [kind]}}
@@ -203,20 +189,17 @@ def test_plans_repair_and_evaluation_are_those_of_one_process(
     one = shared.pruned(strategy)
     assert any(trial["kept"] for trial in one["repair"]["trials"])
     for result in processes.call(tmp_path, size, "tests.support.shared:pruned", strategy=strategy):
-        assert result["size"] == size
-        assert result["plans"] == one["plans"]
-        assert result["repair"]["passes"] == one["repair"]["passes"]
-        assert torch.allclose(result["weights"], one["weights"], rtol=0, atol=1e-6)
-        assert torch.allclose(result["losses"], one["losses"], rtol=0, atol=1e-6)
+        passes = result["repair"]["passes"]
+        assert (result["size"], result["plans"], passes) == (size, one["plans"], one["repair"]["passes"])
+        for name in ("weights", "losses"):
+            torch.testing.assert_close(result[name], one[name], rtol=0, atol=1e-6)
         assert result["metrics"] == pytest.approx(one["metrics"], abs=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "options"),
-    [(2, {}), (3, {"dropout": 0.0, "alpha": 1.0, "hidden": True}), (3, {"alpha": 0.0, "steps": 5})],
-    ids=["dropout", "hidden states", "labels alone"],
-)
+@pytest.mark.parametrize(("size", "options"), [
+    (2, {}), (3, {"dropout": 0.0, "alpha": 1.0, "hidden": True}), (3, {"alpha": 0.0, "steps": 5}),
+], ids=["dropout", "hidden states", "labels alone"])  # fmt: skip
 def test_a_training_is_that_of_one_process(
     processes: Processes, tmp_path: Path, size: int, options: dict[str, Any]
 ) -> None:
@@ -224,8 +207,7 @@ def test_a_training_is_that_of_one_process(
     a key's bias has: Adam divides by its size."""
     one = shared.finetuned(**options, work=str(tmp_path / "one"))
     for result in processes.call(tmp_path, size, "tests.support.shared:finetuned", **options, work="work"):
-        assert result["largest"] == 6 / size
-        assert result["best"] == one["best"]
+        assert (result["largest"], result["best"]) == (6 / size, one["best"])
         assert [pytest.approx(each, abs=1e-6) for each in one["history"]] == list(result["history"])
         assert ((result["weights"] - one["weights"]).abs() > 1e-6).double().mean() < 0.01
     assert one["moved"] > 1e-4 or not one["best"]
@@ -286,20 +268,12 @@ def alone(processes: Processes, tiny: Path, tmp_path_factory: pytest.TempPathFac
     return here
 
 
-def same(a: Any, b: Any, where: str) -> None:
-    """Two documents say the same, numbers within 1e-6."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            same(a[key], b[key], f"{where} {key}")
-    elif isinstance(a, list) and isinstance(b, list):
-        assert len(a) == len(b), where
-        for i, pair in enumerate(zip(a, b, strict=True)):
-            same(*pair, f"{where} {i}")
-    elif isinstance(a, float) and isinstance(b, float):
-        assert a == pytest.approx(b, abs=1e-6), where
-    else:
-        assert a == b, where
+def leaves(value: Any, where: str = "") -> dict[str, Any]:
+    """Every text and number of a document, by its place."""
+    if not value or not isinstance(value, dict | list):
+        return {where: value}
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    return {k: v for key, each in pairs for k, v in leaves(each, f"{where} {key}").items()}
 
 
 def same_folders(one: Path, other: Path, most: float = 1e-6) -> None:
@@ -308,19 +282,16 @@ def same_folders(one: Path, other: Path, most: float = 1e-6) -> None:
     assert names == [str(p.relative_to(other)) for p in sorted(other.rglob("*")) if p.is_file()]
     for name in names:
         if name.endswith(".json"):
-            same(*(without_costs(json.loads((folder / name).read_text())) for folder in (one, other)), name)
+            a, b = (leaves(without_costs(json.loads((folder / name).read_text()))) for folder in (one, other))
+            assert a == pytest.approx(b, rel=1e-6, abs=1e-6), name
         if name.endswith(".safetensors"):
-            a, b = load_file(one / name), load_file(other / name)
-            assert a.keys() == b.keys()
-            for key, value in a.items():
-                assert torch.allclose(value.double(), b[key].double(), rtol=0, atol=most, equal_nan=True), (name, key)
+            torch.testing.assert_close(*map(load_file, (one / name, other / name)), rtol=0, atol=most, equal_nan=True)
 
 
 def same_training(one: Path, other: Path) -> None:
     """Their histories, within what steps in float32 add up to."""
-    before, after = (
-        json.loads((folder / "tuned" / "finetune.json").read_text())["training"] for folder in (one, other)
-    )
+    files = (folder / "tuned" / "finetune.json" for folder in (one, other))
+    before, after = (json.loads(file.read_text())["training"] for file in files)
     assert before["best"] == after["best"]
     assert len(before["history"]) == 3
     assert after["history"] == [pytest.approx(each, abs=1e-5) for each in before["history"]]
@@ -378,24 +349,15 @@ def test_a_lost_rank_ends_the_training_in_a_line_and_a_rerun_goes_on(
 
 
 @pytest.mark.slow
-def test_a_mistake_is_told_once(processes: Processes, here: Path) -> None:
-    for command, status in (
-        (["score", "m", "-d", "nowhere.jsonl"], 1),
-        (["score", "m", "-d", "d", "-o", "m"], 1),
-        (["score", "m", "--nonsense"], 2),
-    ):
-        first, other = processes.run({"cwd": str(here), "size": 2, "arguments": command})
-        assert (first["status"], other["status"]) == (status, status)
-        assert first["stderr"]
-        assert "Traceback" not in first["stderr"]
-        assert (other["stdout"], other["stderr"]) == ("", "")
-
-
-@pytest.mark.slow
-def test_other_commands_are_run_once(processes: Processes, tiny: Path) -> None:
-    first, other = processes.run({"cwd": str(tiny), "size": 2, "arguments": ["methods"]})
-    assert "ablation" in first["stdout"]
-    assert (first["status"], other["status"], other["stdout"]) == (0, 0, "")
+@pytest.mark.parametrize(("typed", "status", "says"), [
+    ("score m -d nowhere.jsonl", 1, "headprune: "), ("score m -d d -o m", 1, "headprune: "), ("score m --nonsense", 2, "nonsense"),
+    ("methods", 0, "ablation"),
+])  # fmt: skip
+def test_one_process_speaks(processes: Processes, here: Path, typed: str, status: int, says: str) -> None:
+    first, other = processes.run({"cwd": str(here), "size": 2, "arguments": typed.split()})
+    assert says in first["stdout"] + first["stderr"]
+    assert "Traceback" not in first["stderr"]
+    assert (first["status"], other["status"], other["stdout"], other["stderr"]) == (status, status, "", "")
 
 
 @pytest.mark.slow

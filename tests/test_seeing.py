@@ -1,7 +1,5 @@
 """Attention weights on any traced model, and what they add up to: against transformers' own and against loops over numbers."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any
@@ -13,7 +11,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from tests.support.zoo import ZOO, randomise, sizes, text
+from tests.support.stays import sliding
+from tests.support.zoo import ZOO, randomise, sizes, t5, text, whisper
 
 SOME_WEIGHTS = "headprune.seeing.maps._MOST"  # that are computed at once
 
@@ -22,20 +21,6 @@ def gpt_oss(attention: str = "eager") -> tuple[nn.Module, Any]:
     some = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
     config = tf.GptOssConfig(**sizes(attention, num_local_experts=2, num_experts_per_tok=1) | some)
     return randomise(tf.GptOssForCausalLM(config)), text()
-
-
-def mistral(attention: str = "sdpa") -> tuple[nn.Module, Any]:
-    """A window of 3 tokens."""
-    config = tf.MistralConfig(**sizes(attention, num_hidden_layers=2, num_key_value_heads=2, sliding_window=3))
-    return randomise(tf.MistralForCausalLM(config)), text()
-
-
-def bart(attention: str = "sdpa") -> tuple[nn.Module, Any]:
-    config = tf.BartConfig(
-        vocab_size=100, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=40, attn_implementation=attention,
-    )  # fmt: skip
-    return randomise(tf.BartForConditionalGeneration(config)), text(decoder=5)
 
 
 def swin(attention: str = "sdpa") -> tuple[nn.Module, Any]:
@@ -47,9 +32,7 @@ def swin(attention: str = "sdpa") -> tuple[nn.Module, Any]:
     return randomise(tf.SwinForImageClassification(config)), {"pixel_values": pixels}
 
 
-MODELS = {
-    **{n: ZOO[n] for n in ("bert", "distilbert", "gpt2", "llama", "vit", "t5")}, "gpt_oss": gpt_oss, "mistral": mistral, "bart": bart,
-}  # fmt: skip
+MODELS = {n: ZOO[n] for n in ("bert", "distilbert", "gpt2", "llama", "vit", "t5")} | {"gpt_oss": gpt_oss, "sliding": sliding, "whisper": whisper}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -60,14 +43,9 @@ def test_weights_are_those_that_eager_attention_returns(name: str) -> None:
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():
         out = eager(**example, output_attentions=True)
-    expected = {
-        kind: list(out[f"{kind}_attentions"]) for kind in ("encoder", "decoder", "cross") if f"{kind}_attentions" in out
-    }
-    expected = expected if "encoder" in expected else {"self": list(out.attentions)}
-    result = hp.attention_weights(model, example)
-    kinds = {layer.name: layer.kind if len(expected) > 1 else "self" for layer in hp.find_attention(model, example)}
-    left = {kind: iter(layers) for kind, layers in expected.items()}
-    for layer, weights in result.items():
+    kinds = {layer.name: layer.kind for layer in hp.find_attention(model, example)}
+    left = {kind: iter(out.get(f"{kind}_attentions", out.get("attentions"))) for kind in kinds.values()}
+    for layer, weights in hp.attention_weights(model, example).items():
         whole = next(left[kinds[layer]])
         real, rows = example.get("attention_mask"), torch.ones(len(weights), weights.shape[2], dtype=torch.bool)
         if real is not None and real.shape[1] == weights.shape[2]:
@@ -76,7 +54,7 @@ def test_weights_are_those_that_eager_attention_returns(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         total = weights.movedim(2, 1)[rows].sum(-1)  # with the sink, where there is one
         torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-4, atol=1e-5)
-    assert all(next(layers, None) is None for layers in left.values())
+    assert all(next(left[kind], None) is None for kind in kinds.values())
 
 
 @pytest.mark.parametrize("name", ["mha", "torch_transformer"])
@@ -86,19 +64,14 @@ def test_weights_of_plain_modules(name: str) -> None:
     layers = hp.find_attention(model, example)
     result = hp.attention_weights(model, example, layers)
     expected: dict[str, Tensor] = {}
-    hooks = []
+    ask = {"need_weights": True, "average_attn_weights": False}
     for layer in layers:
-        module, ask = model.get_submodule(layer.module), {"need_weights": True, "average_attn_weights": False}
-        hooks += [
-            module.register_forward_pre_hook(lambda m, args, kw, ask=ask: (args, kw | ask), with_kwargs=True),
-            module.register_forward_hook(lambda m, args, out, n=layer.name: expected.update({n: out[1].detach()})),
-        ]
+        module = model.get_submodule(layer.module)
+        module.register_forward_pre_hook(lambda m, args, kw: (args, kw | ask), with_kwargs=True)
+        module.register_forward_hook(lambda m, args, out, n=layer.name: expected.update({n: out[1].detach()}))
     with torch.enable_grad():  # the fast path would not call the module
         model(*example)
-    for hook in hooks:
-        hook.remove()
-    for layer in layers:
-        torch.testing.assert_close(result[layer.name], expected[layer.name], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dict(result), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_windows_stand_one_behind_the_other_and_are_grids() -> None:
@@ -114,7 +87,7 @@ def test_windows_stand_one_behind_the_other_and_are_grids() -> None:
         assert (profile.first, profile.queries) == (None, 128)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt_oss", "mistral", "t5", "swin"])
+@pytest.mark.parametrize("name", ["bert", "gpt_oss", "sliding", "t5", "swin"])
 def test_blocks_add_up_to_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of one query, sums over weights are as at once."""
     model, example = swin() if name == "swin" else MODELS[name]()
@@ -305,21 +278,17 @@ def test_the_grid_of_an_image() -> None:
     assert profiles.grid is not None
     assert (profiles.grid.rows, profiles.grid.columns, profiles.grid.before) == (2, 3, 1)
     (heads,), (weights,) = profiles.values(), hp.attention_weights(model, batch).values()
+    at = torch.tensor([divmod(i, 3) for i in range(6)]).float()
     for h, profile in enumerate(heads):
-        far = mass = 0.0
-        for table in weights[:, h].tolist():
-            for i in range(1, 7):
-                for j in range(1, 7):
-                    (a, b), (c, d) = divmod(i - 1, 3), divmod(j - 1, 3)
-                    far, mass = far + table[i][j] * math.hypot(a - c, b - d), mass + table[i][j]
-        assert profile.distance == pytest.approx(far / mass, rel=1e-5)
+        among = weights[:, h, 1:, 1:]
+        assert profile.distance == pytest.approx(float((among * torch.cdist(at, at)).sum() / among.sum()), rel=1e-5)
         assert profile.first == pytest.approx(float(weights[:, h, :, 0].mean()), rel=1e-5)
         assert (profile.previous, profile.next, profile.same, profile.position) == (None,) * 4
 
 
 def test_cross_attention_has_no_previous_token() -> None:
     """Its keys are the source's: the source's first token and padding, and no places."""
-    model, example = bart()
+    model, example = t5()
     weights, profiles = hp.attention_weights(model, example), hp.profile_heads(model, [example], separators=[])
     by_kind = {layer.kind: layer.name for layer in hp.find_attention(model, example)}
     for h, profile in enumerate(profiles[by_kind["cross"]]):
@@ -339,9 +308,7 @@ def test_odd_inputs() -> None:
     (heads,) = hp.profile_heads(model, [{"input_ids": torch.tensor([[12]])}]).values()
     assert {(p.role, p.queries) for p in heads} == {("unknown", 0)}
     model, example = ZOO["mha"]()
-    assert (
-        next(iter(hp.profile_heads(model, [(example, None)]).values()))[0].queries == 16
-    )  # 18 less 2 that are padding
+    assert hp.profile_heads(model, [(example, None)])["encoder.layers.0.self_attn"][0].queries == 16  # 2 are padding
     part = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 48}
     vision = {**part, "image_size": 16, "patch_size": 8}
     config = tf.CLIPConfig(text_config={**part, "vocab_size": 300}, vision_config=vision, projection_dim=16)

@@ -1,7 +1,5 @@
 """A pruned model generates, compiles, runs in half precision, quantised and with adapters, as the dense one does."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -30,13 +28,8 @@ def prompt(example: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def generated(model: Any, given: dict[str, Tensor], **how: Any) -> list[int]:
-    how |= {
-        "max_new_tokens": 10,
-        "min_new_tokens": 10,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "repetition_penalty": 4.0,
-    }
+    how |= {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    how |= {"pad_token_id": 0, "repetition_penalty": 4.0}
     # What Whisper returns starts with the start token or not.
     tokens: list[int] = model.generate(**given, **how)[0, -10:].tolist()
     return tokens
@@ -231,9 +224,8 @@ def test_adapters_around_a_pruned_model(name: str, kind: str, tmp_path: Path) ->
         hp.save(adapted, tmp_path / "adapted")
     adapted.save_pretrained(tmp_path / "adapters")
     layers = {a.name.removeprefix("base_model.model."): a for a in hp.find_attention(adapted, example)}
-    assert not [
-        name for name in known["structure"]["ghosts"] if layers[name].prunable
-    ]  # they looked like layers with a head to prune
+    # They looked like layers with a head to prune.
+    assert not any(layers[name].prunable for name in known["structure"]["ghosts"])
     for number, base in enumerate((hp.load(folder), by_transformers(folder))):
         loaded = pytest.importorskip("peft").PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
         assert torch.equal(logits(loaded, example), expected)

@@ -1,7 +1,5 @@
 """The proof's and the cut's small parts, by numbers that are known: how far answers may be off, which integers count heads, longer inputs."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
@@ -103,9 +101,8 @@ def test_answers_are_floats_but_not_attention_weights() -> None:
     """The first output is one, whatever it looks like."""
     weights, hidden = torch.randn(1, 2, 3, 3).softmax(-1), torch.randn(1, 3, 4)
     ids = torch.ones(2).long()
-    (logits,) = answers(
-        {"logits": hidden.half(), "cross_attentions": (weights,), "past_key_values": (hidden,), "ids": ids}
-    )
+    others = {"cross_attentions": (weights,), "past_key_values": (hidden,), "ids": ids}
+    (logits,) = answers({"logits": hidden.half(), **others})
     assert logits.dtype == torch.float32
     assert len(answers((weights, hidden, weights))) == len(answers(SimpleNamespace(a=hidden, b=hidden, c=weights))) == 2
     with pytest.raises(hp.HeadPruneError, match="no floating-point tensor"):

@@ -1,7 +1,5 @@
 """Models are timed fairly, and where the time goes is right: its parts, their shares, and a plan's bound is what brute force gives."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from dataclasses import dataclass
@@ -189,12 +187,12 @@ class Event:
     name: str
     start: float
     end: float
-    cpu_parent: Event | None = None
+    cpu_parent: Any = None
     device_time_total: float = 0.0
     device_type: Any = _autograd.DeviceType.CPU
 
     @property
-    def time_range(self) -> Event:
+    def time_range(self) -> Any:
         return self
 
     def elapsed_us(self) -> float:
@@ -265,9 +263,7 @@ def test_generated_tokens_and_their_cache(make: Any) -> None:
 
 
 @pytest.mark.parametrize(("totals", "kept"), [([336.0, 0.8, 0.7], 0.8), ([336.0, 5.0, 9.0, 7.0, 8.0, 0.7], 5.0)])
-def test_a_disturbed_breakdown_is_measured_again(
-    monkeypatch: pytest.MonkeyPatch, totals: list[float], kept: float
-) -> None:
+def test_a_disturbed_breakdown_is_measured_again(monkeypatch: Any, totals: list[float], kept: float) -> None:
     """A few passes on a busy machine once took 475 times what the same model took where models were timed in turn."""
     model, example = bert()
     layers, left = hp.find_attention(model, example), iter(totals)
@@ -351,9 +347,8 @@ class GivesViews(nn.Module):
         return self.inner(x) + self.inner(self.given(self.table[None]).expand(len(x), -1, -1))
 
 
-ENCODER = nn.TransformerEncoder(
-    nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 1
-)  # fused: unknown to PyTorch's counter
+# Fused: unknown to PyTorch's counter.
+ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 48, batch_first=True), 1)
 
 
 @pytest.mark.parametrize(("model", "shape", "expected"), [
