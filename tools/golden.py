@@ -201,10 +201,11 @@ SUBJECTS: dict[str, Callable[[], Results]] = {
 
 
 def machine() -> str:
-    """What decides how sums are rounded: BLAS libraries choose their kernels by the maker of the processor, too."""
+    """What decides how sums are rounded: BLAS libraries choose their kernels by the processor, whose name alone may be any Xeon's."""
     cpu = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*:\s*(.+)", cpu.read_text()) if cpu.is_file() else None
-    maker = name[1].strip() if name else platform.processor()
+    told = dict(re.findall(r"(?m)^(.*\S)\s*: (.+)$", cpu.read_text())) if cpu.is_file() else {}
+    keys = ("model name", "cpu family", "model", "stepping")
+    maker = ", ".join(f"{key} {told[key]}" for key in keys if key in told) or platform.processor()
     kernels = torch.backends.cpu.get_cpu_capability()
     return f"{platform.system()} {platform.machine()}, {maker}, {kernels}, torch {torch.__version__}"
 
