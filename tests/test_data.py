@@ -45,13 +45,6 @@ def inputs(part: Any) -> set[tuple[int, ...]]:
     return {tuple(f["input_ids"]) for f in part.features}
 
 
-def test_splits_serve_as_named(bert_folder: Path, data_folder: Path) -> None:
-    parts = parts_of(bert_folder, data_folder, limit=20)
-    assert [p.split for p in three(parts)] == ["train", "validation", "test"]
-    assert len(parts.score) == 20
-    assert parts.columns == {"text": "text", "label": "label"}
-
-
 @pytest.mark.parametrize(
     "names", [("train",), ("train", "test"), ("train", "validation"), ("test",), ("validation", "test")]
 )
@@ -329,25 +322,21 @@ def stored(path: Path, names: Any, labels: Sequence[Any], *, several: bool = Fal
     (["x", "cat", "y", "dog"], ["cat", "dog"], [1, 3]),  # some of the model's classes
     (["2", "1"], ["1", "2"], [1, 0]),
     (["LABEL_0", "LABEL_1"], ["pos", "neg"], [0, 1]),  # the model has no names
+    (["negative", "positive"], ["bad", "good"], [0, 1]),  # by their order, and it is said
+    (["1", "2"], None, [0, 1]),  # numbers that the model names, as its training found them in the data
 ])  # fmt: skip
 def test_named_classes_are_the_models_of_that_name(
-    model: list[str], data: list[str], expected: list[int], tmp_path: Path
+    model: list[str], data: list[str] | None, expected: list[int], tmp_path: Path
 ) -> None:
     """Numbers of a ClassLabel column were taken as the model's, whatever either of them calls its classes."""
-    labels, notes = labels_of(
-        text_classifier(id2label=dict(enumerate(model))), stored(tmp_path / "d", data, [0, 1, 1] * 8)
-    )
-    assert labels == [expected[i] for i in [0, 1, 1] * 8]
-    assert notes == ["There is no other split to report on: d was cut by seed 0."]
-
-
-def test_other_names_in_as_many_classes_are_matched_by_their_order_and_it_is_said(tmp_path: Path) -> None:
-    loaded = text_classifier(id2label={0: "negative", 1: "positive"})
-    labels, notes = labels_of(loaded, stored(tmp_path / "d", ["bad", "good"], [0, 1] * 8))
-    assert labels == [0, 1] * 8
-    assert notes[-1] == (
-        "Classes were matched by their order: the model (negative, positive) does not name the data's bad, good."
-    )
+    drawn = [0, 1, 1] * 8
+    rows = [{**row, "label": label + 1} for row, label in zip(sentences(24, seed=0), drawn, strict=True)]
+    path = stored(tmp_path / "d", data, drawn) if data else write_jsonl(tmp_path / "d.jsonl", rows)
+    labels, notes = labels_of(text_classifier(id2label=dict(enumerate(model))), path)
+    assert labels == [expected[i] for i in drawn]
+    assert notes[0].startswith("There is no other split to report on: d")
+    order = "Classes were matched by their order: the model (negative, positive) does not name the data's bad, good."
+    assert notes[1:] == ([order] if data == ["bad", "good"] else [])
 
 
 @pytest.mark.parametrize(("model", "data", "label"), [
@@ -400,13 +389,6 @@ def test_splits_may_order_their_classes_differently(tmp_path: Path) -> None:
     parts = parts_of(text_classifier(id2label={0: "neg", 1: "pos"}), tmp_path / "d")
     for part, names in ((parts.score, [1, 0]), (parts.report, [0, 1])):
         assert [f["labels"] for f in part.features] == [names[row % 2] for row in part.rows]
-
-
-def test_numbers_that_the_model_names_are_these_classes(tmp_path: Path) -> None:
-    """A model of the classes 1 to 3, as its training found them in the data, gives class 0 for a 1."""
-    rows = [{**row, "label": i % 3 + 1} for i, row in enumerate(sentences(30, seed=0))]
-    labels, _ = labels_of(text_classifier(id2label={0: "1", 1: "2", 2: "3"}), write_jsonl(tmp_path / "x.jsonl", rows))
-    assert labels == [i % 3 for i in range(30)]
 
 
 def test_folders_of_images_go_by_name(tmp_path: Path) -> None:
