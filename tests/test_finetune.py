@@ -22,6 +22,7 @@ from headprune.app.finetune import finetune
 from headprune.app.options import FinetuneOptions, Mixture
 from headprune.evaluation import Measurement
 from headprune.fingerprint import fingerprint
+from tests.support.checks import without_dropout
 from tests.support.finetuning import pair, t5, tuned
 from tests.support.zoo import bert, labelled, llama, randomise, vit
 
@@ -46,13 +47,6 @@ def setting(steps: int = 4) -> tuple[nn.Module, nn.Module, list[Batch], list[Bat
     dense, pruned, example = pair(bert())
     every = batches(dense, example, steps + 2)
     return dense, pruned, every[:steps], every[steps:]
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model
 
 
 # -- training ---------------------------------------------------------------------------------
@@ -166,12 +160,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, values: list[tuple[float, float]])
     ([(0.9, 9), (0.5, 8), (0.4, 7), (0.3, 6)], "accuracy", 0, 3),  # never better than before training
 ])  # fmt: skip
 def test_the_best_epoch_is_kept(
-    values: list[tuple[float, float]],
-    metric: str,
-    best: int,
-    epochs: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    values: list[Any], metric: str, best: int, epochs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     dense, pruned, train, choose = setting(2)
     seen = scripted(monkeypatch, values)

@@ -151,25 +151,6 @@ def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyP
     assert not list(pruned_here.rglob(".*"))
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["run", "--teacher", "nobody/nothing"], "no model 'nobody"), (["run", "--teacher", "{llama}"], "not trained for sequence"),
-    (["run", "-o", "{data}"], "exists and is not empty"), (["run", "-o", "{data}", "--overwrite"], "did not write"),
-    (["run", "--dtype", "float16"], "float16"), (["run", "--batch-size", "8", "--device", "cuda"], "no device .cuda."),
-])  # fmt: skip
-def test_mistakes_get_one_line(
-    arguments: list[str], message: str, pruned_here: Path, bert_folder: Path, llama_folder: Path, data_folder: Path
-) -> None:
-    before = sorted(pruned_here.parent.rglob("*"))
-    given = [a.format(bert=bert_folder, data=data_folder, llama=llama_folder) for a in arguments]
-    result = run("finetune", *given, code=1)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
-    assert len(lines) == 1
-    assert re.search(message, lines[0]), lines[0]
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-    assert sorted(pruned_here.parent.rglob("*")) == before
-
-
 def test_more_mistakes(pruned_here: Path, data_folder: Path) -> None:
     lone = pruned_here.parent / "lone"
     shutil.copytree(pruned_here / "pruned-4", lone)
