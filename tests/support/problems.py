@@ -117,10 +117,7 @@ def scaled(model: nn.Module, layer: hp.AttentionLayer, head: int, factor: float)
     weight, plain = output_weight(other, layer)
     columns = list(layer.output_projection.features[head])
     with torch.no_grad():
-        if plain:
-            weight[:, columns] *= factor
-        else:
-            weight[columns] *= factor
+        (weight if plain else weight.T)[:, columns] *= factor
     return other
 
 
