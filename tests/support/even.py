@@ -54,15 +54,7 @@ def llava() -> Made:
     return randomise(tf.LlavaForConditionalGeneration(config)), example
 
 
-MADE = {
-    **ZOO,
-    "gemma": gemma,
-    "mistral": mistral,
-    "plain_llama": llama,
-    "whisper": whisper,
-    "clip": clip,
-    "llava": llava,
-}
+MADE = dict(ZOO, gemma=gemma, mistral=mistral, plain_llama=llama, whisper=whisper, clip=clip, llava=llava)
 
 
 def even_plan(
