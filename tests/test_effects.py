@@ -282,8 +282,7 @@ def test_heads_that_cannot_be_made_up_for_are_not_free(blocks: tuple[type[nn.Mod
 @pytest.mark.parametrize("repair", [True, False])
 def test_layers_that_no_answer_depends_on_cost_nothing(repair: bool) -> None:
     model, batches = small()
-    with torch.no_grad():
-        model.classifier.weight.zero_()
+    model.classifier.weight.data.zero_()
     layers = hp.find_attention(model, batches[0])
     assert not effects(calibrate(model, layers, batches, repair=repair), layers, {}, units_for(layers, {})).any()
     unread, x = randomise(Classifier(Bare(), Attention(), unread=True)).double(), noise(6, 5, WIDTH).double()
@@ -296,8 +295,7 @@ def test_layers_that_no_answer_depends_on_cost_nothing(repair: bool) -> None:
 def test_dead_heads_and_duplicates() -> None:
     model, batches = small(heads=4)
     duplicated(model)
-    with torch.no_grad():
-        model.bert.encoder.layer[1].attention.output.dense.weight[:, 16:24] = 0
+    model.bert.encoder.layer[1].attention.output.dense.weight.data[:, 16:24] = 0
     layers = hp.find_attention(model, batches[0])
     units = units_for(layers, {})
     calibration = calibrate(model, layers, batches, ridge=1e-6)
