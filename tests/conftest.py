@@ -27,6 +27,7 @@ from tests.support.commands import run
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.interrupted import Processes
 from tests.support.reports import reported
+from tests.support.saved_by_transformers import unpacked
 from tests.support.zoo import randomise
 
 # The machine may be slow, so nothing here has a deadline; in CI (.ci/run) the same examples are tried each time.
@@ -74,6 +75,14 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     for split, count, seed in (("train", 60, 1), ("validation", 30, 2), ("test", 40, 3)):
         write_jsonl(folder / f"{split}.jsonl", sentences(count, seed))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that headprune 0.1 saved, and that were saved with older versions of transformers."""
+    folder = unpacked(tmp_path_factory.mktemp("older"))
+    shutil.copytree(Path(__file__).parent / "support" / "saved_by_0_1", folder / "0.1")
     return folder
 
 

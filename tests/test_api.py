@@ -8,11 +8,11 @@ import inspect
 import math
 import re
 import runpy
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,7 @@ from tests.support.problems import small, unlabelled
 from tests.support.zoo import TorchEncoder, labelled, llama, randomise, sizes, text
 
 ROOT = Path(__file__).parent.parent
-
-
-def cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(output, labels, reduction="none")
+cross_entropy = partial(F.cross_entropy, reduction="none")
 
 
 @dataclass
@@ -155,8 +152,7 @@ def test_search_repair_prune_measure_save_load(name: str, tmp_path: Path) -> Non
 def test_evaluate_and_compare_agree_with_hand_computation() -> None:
     s = bert()
     other = copy.deepcopy(s.model)
-    with torch.no_grad():
-        other.classifier.weight.mul_(-1)
+    other.classifier.weight.data.mul_(-1)
     labels, found, accuracies, losses = torch.cat([b["labels"] for b in s.reported]), [], [], []
     for model in (s.model, other):
         each = [answers(model, {k: v for k, v in b.items() if k != "labels"}) for b in s.reported]
@@ -407,11 +403,6 @@ def test_the_changelog_knows_this_version() -> None:
     found = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert found[0] == "Unreleased"
     assert hp.__version__ in found
-
-
-def test_importing_does_not_wait_for_torch() -> None:
-    code = "import sys, headprune, headprune.cli; assert 'torch' not in sys.modules; assert callable(headprune.repair)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 class Pipeline:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,8 +44,8 @@ def put(folder: Path, make: dict[str, Any]) -> None:
             else:
                 inner[where[-1]] = value
             path.write_text(json.dumps(document))
-        elif isinstance(given, bytes):
-            path.write_bytes(given)
+        elif isinstance(given, int | bytes):
+            path.write_bytes(path.read_bytes()[:given] if isinstance(given, int) else given)
         else:
             path.write_text(given)
 
@@ -83,15 +83,10 @@ def check(row: Row, here: Path, **places: Path) -> None:
 
 
 @pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights must not be loaded."""
-
-    def loaded(*_: object, **__: object) -> None:
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", loaded)
-    monkeypatch.setattr("headprune.checkpoint.loading._fill", loaded)
-    return
+    for place in ("transformers.PreTrainedModel.from_pretrained", "headprune.checkpoint.loading._fill"):
+        monkeypatch.setattr(place, Mock(side_effect=AssertionError("weights were loaded")))
 
 
 def named(value: Any) -> str:
@@ -121,11 +116,8 @@ def test_what_is_typed(row: Row, here: Path, files: Path, bert_folder: Path, dat
 def test_what_only_the_model_tells(
     row: Row, here: Path, files: Path, bert_folder: Path, llama_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    def begin(*_: object, **__: object) -> None:
-        raise AssertionError("the long work began")
-
     for step in ("app.workflow.pruning.score", "app.workflow.results.evaluate", "plan_search.arrange"):
-        monkeypatch.setattr(f"headprune.{step}", begin)
+        monkeypatch.setattr(f"headprune.{step}", Mock(side_effect=AssertionError("the long work began")))
     check(row, here, bert=bert_folder, llama=llama_folder, data=data_folder, files=files)
 
 
@@ -151,12 +143,18 @@ def pruned_folder(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path) -
     example = {"input_ids": torch.arange(10, 20)[None], "attention_mask": torch.ones(1, 10, dtype=torch.long)}
     hp.prune(model, {"L0": [0, 1]}, example)
     tokenizer = tf.AutoTokenizer.from_pretrained(bert_folder)
-    return hp.checkpoint.save(model, tmp_path_factory.mktemp("saved") / "pruned-6", processor=tokenizer)
+    about = {"task": "sequence-classification", "from": str(bert_folder)}
+    return hp.checkpoint.save(model, tmp_path_factory.mktemp("saved") / "pruned-6", processor=tokenizer, about=about)
+
+
+def quick(row: Row) -> bool:
+    """One of each kind."""
+    return all(isinstance(given, int) for given in row.make.values())
 
 
 STARTS = {"run_folder": DOCUMENTS, "": DATA, "bert_folder": MODELS, "pruned_folder": SAVED}
 CHANGED = [
-    pytest.param(start, row, id=named(row), marks=[] if start == "run_folder" else pytest.mark.slow)
+    pytest.param(start, row, id=named(row), marks=[] if start == "run_folder" or quick(row) else pytest.mark.slow)
     for start, table in STARTS.items()
     for row in table
 ]
@@ -164,7 +162,7 @@ CHANGED = [
 
 @pytest.mark.parametrize(("start", "row"), CHANGED)
 def test_what_lies_in_a_folder(
-    start: str, row: Row, here: Path, bert_folder: Path, data_folder: Path,
+    start: str, row: Row, here: Path, bert_folder: Path, llama_folder: Path, data_folder: Path,
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A run's documents, data, a model or what headprune saved, with something changed."""
@@ -177,7 +175,7 @@ def test_what_lies_in_a_folder(
     if start == "run_folder":
         request.getfixturevalue("unloaded")
     put(made, row.make)
-    check(row, here, made=made, pruned=made, bert=bert_folder, data=data_folder)
+    check(row, here, made=made, pruned=made, bert=bert_folder, llama=llama_folder, data=data_folder)
 
 
 def test_these_documents_are_right_as_they_are(here: Path, run_folder: Path) -> None:

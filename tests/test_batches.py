@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ import headprune as hp
 from tests.support import plain
 from tests.support.plain import WIDTH
 from tests.support.problems import quick, unlabelled
-from tests.support.zoo import bert, randomise, text
+from tests.support.zoo import bert, randomise, sizes, text
 
 CLASSES = 3
+cross_entropy = partial(F.cross_entropy, reduction="none")
 
 
 class Attention(plain.Attention):
@@ -75,10 +77,6 @@ class Interleaved(nn.Module):
         out = self.layer.attend(x).transpose(0, 1)
         hidden = x.transpose(0, 1) + self.layer.o(out.flatten(0, 1)).view_as(out)
         return self.head(hidden[0])
-
-
-def cross_entropy(out: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(out, labels, reduction="none")
 
 
 def drawn(rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -231,15 +229,14 @@ def test_what_the_sizes_do_not_tell_is_tried_and_refused(name: str) -> None:
 
 def test_transformers_names_need_no_trial() -> None:
     """An argument that nothing is known of, beside them, is tried."""
-    model = randomise(tf.BertForSequenceClassification(tf.BertConfig(
-        vocab_size=100, hidden_size=WIDTH, num_attention_heads=4, num_hidden_layers=1, intermediate_size=8,
-    )))  # fmt: skip
+    config = tf.BertConfig(**sizes("sdpa", num_hidden_layers=1, intermediate_size=8))
+    model = randomise(tf.BertForSequenceClassification(config))
     batch = {**text(4, 4), "labels": torch.tensor([0, 1, 1, 0])}
     ones = [{k: v[i : i + 1] for k, v in batch.items()} for i in range(4)]
-    sizes = []
-    model.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+    rows = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
     expected = hp.evaluate(model, [batch])
-    assert max(sizes) == 4
+    assert max(rows) == 4
     shared = {"position_ids": torch.arange(4)[None]}
     assert hp.evaluate(model, [{**batch, **shared}]).loss == pytest.approx(expected.loss)
     scores = [hp.score(model, b, "ablation").flat() for b in ([{**batch, **shared}], ones)]

@@ -180,12 +180,13 @@ def test_in_a_fresh_process(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", ELSEWHERE, *folders], check=True, cwd=tmp_path, env=environment)
 
 
-@pytest.mark.parametrize("home", [
-    "saved_by_0_1/bert", "saved_by_0_1/llama", *(f"saved_by_transformers/{v}/{n}" for v in ("5.0.0", "5.17.0") for n in ("bert", "llama", "t5")),
-])  # fmt: skip
-def test_older_folders_load(home: str) -> None:
+OLDER = ["0.1/bert", "0.1/llama", *(f"{v}/{n}" for v in ("5.0.0", "5.17.0") for n in ("bert", "llama", "t5"))]
+
+
+@pytest.mark.parametrize("home", OLDER)
+def test_older_folders_load(home: str, older: Path) -> None:
     """Of 0.1 (they repeat the prunes), and of older versions of transformers (`tests.support.saved_by_transformers`)."""
-    folder = Path(__file__).parent / "support" / home
+    folder = older / home
     given = load_file(f"{folder}.safetensors")
     expected = given.pop("logits")
     torch.testing.assert_close(logits(hp.load(folder), given), expected)
@@ -510,8 +511,7 @@ def test_a_weight_of_the_models_own_without_entries(tmp_path: Path) -> None:
     hp.prune(model, {"L0": [1]}, example)
     loaded = hp.load(hp.save(model, tmp_path / "m"))
     assert not any(t.is_meta for t in (*loaded.parameters(), *loaded.buffers()))
-    with torch.no_grad():
-        assert torch.equal(loaded(**example)[0], model.eval()(**example)[0])
+    assert torch.equal(loaded(**example)[0], model.eval()(**example)[0])
 
 
 def test_a_half_precision_checkpoint_stays_one(half_bert: Path, data_folder: Path) -> None:

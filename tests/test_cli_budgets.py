@@ -1,7 +1,6 @@
 """`prune` with every kind of budget, with constraints, and with plans from files."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -132,27 +131,6 @@ def test_nested_budgets_of_one_search(scored: Path) -> None:
     assert names <= {p.name for p in scored.iterdir()}
     drops = [{(n, h) for n, heads in b["drop"].items() for h in heads} for b in document["budgets"]]
     assert drops[0] < drops[1] < drops[2]
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--target-latency", "80%", "--max-drop", "0.01"], "Give one of them. --max-drop keeps the fewest heads"),
-    (["-k", "4", "--plan", "{plan}"], "--keep and --plan are different"),
-    (["--plan", "{other}"], "plan is for another model"),
-    (["--plan", "{plan}", "--protect", "L0"], "--plan says which heads go, so --protect has no use"),
-    (["--plan", "{plan}"], "L1: head 7|Layer L1 has no head 7"),
-])  # fmt: skip
-def test_mistakes_get_one_line(arguments: list[str], message: str, scored: Path, here: Path) -> None:
-    (here / "plan.json").write_text(json.dumps({"headprune": "plan", "schema": 1, "drop": {"L1": [7]}}))
-    hp.PruningPlan({"L0": [0]}, model="0123456789abcdef").save(here / "other.json")
-
-    def files() -> dict[Path, bytes]:
-        return {p: p.read_bytes() for p in here.rglob("*") if p.is_file()}
-
-    before = files()
-    result = run("prune", *(a.format(plan="plan.json", other="other.json") for a in arguments), code=1)
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
-    assert re.search(message, line), line
-    assert files() == before
 
 
 def test_what_was_repaired_is_told(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import transformers as tf
@@ -18,7 +19,7 @@ from tests.support.zoo import randomise
 QUICK = ["--strategy", "one-shot", "--no-repair"]
 
 
-pytestmark = pytest.mark.usefixtures("brief")
+pytestmark = pytest.mark.usefixtures("brief", "here")
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +100,11 @@ def test_a_smaller_report_is_of_these_examples(made: Path, here: Path) -> None:
     run("prune", "-k", 4, "--scores", made, *QUICK, "--report-limit", 30, "-b", 4, "--dry-run")  # or larger
 
 
-@pytest.mark.parametrize(
-    ("flag", "named"),
-    [
-        (["-L", 30], "--limit"),
-        (["--seed", 3], "--seed"),
-        (["--split", "validation"], "--split"),
-        (["--max-length", 5], "--max-length"),
-        (["-L", 10, "--seed", 3], "--limit and --seed"),
-    ],
-    ids=str,
-)
-def test_another_scoring_part_is_refused_for_the_true_reason(
-    flag: list[Any], named: str, made: Path, here: Path
-) -> None:
+@pytest.mark.parametrize(("flag", "named"), [
+    (["-L", 30], "--limit"), (["--seed", 3], "--seed"), (["--split", "validation"], "--split"), (["--max-length", 5], "--max-length"),
+    (["-L", 10, "--seed", 3], "--limit and --seed"),
+], ids=str)  # fmt: skip
+def test_another_scoring_part_is_refused_for_the_true_reason(flag: list[Any], named: str, made: Path) -> None:
     error = run("prune", "-k", 4, "--scores", made, *QUICK, *flag, code=1).stderr
     assert f"with {named} the scoring part is another one" in error
     assert f"Leave out {named}, or score again" in error
@@ -147,16 +139,13 @@ def pruned(made: Path, here: Path, bert_folder: Path) -> Path:
 
 @pytest.fixture
 def stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(*_: object, **__: object) -> None:
-        raise hp.HeadPruneError("training would begin")
-
-    monkeypatch.setattr("headprune.app.finetune.finetune", begin)
+    error = hp.HeadPruneError("training would begin")
+    monkeypatch.setattr("headprune.app.finetune.finetune", Mock(side_effect=error))
 
 
+@pytest.mark.usefixtures("stops")
 @pytest.mark.parametrize("flag", [["-L", 10], ["-L", 28], ["--report-limit", 30], []], ids=str)
-def test_finetune_with_other_limits_where_no_reported_example_was_used(
-    flag: list[Any], pruned: Path, stops: None
-) -> None:
+def test_finetune_with_other_limits_where_no_reported_example_was_used(flag: list[Any], pruned: Path) -> None:
     assert "training would begin" in run("finetune", pruned / "pruned-8", *flag, code=1).stderr
 
 
@@ -218,29 +207,16 @@ def test_finetune_on_data_that_has_changed(pruned: Path, here: Path, stops: None
 # -- what is scored where there are no scores -----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "methods"),
-    [
-        ([], ("gradient",)),
-        (["--strategy", "one-shot"], ("ablation", "gradient")),
-        (["-m", "ablation", "-m", "gradient"], ("ablation", "gradient")),
-        (["--strategy", "compensated"], ()),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "methods"), [
+    ([], ["gradient"]), (["--strategy", "one-shot"], ["ablation", "gradient"]), (["--strategy", "compensated"], []),
+    (["-m", "ablation", "-m", "gradient"], ["ablation", "gradient"]),
+], ids=str)  # fmt: skip
+@patch("headprune.app.workflow.prune_run", side_effect=hp.HeadPruneError("enough"))
 def test_prune_says_what_it_scores_by(
-    options: list[str], methods: tuple[str, ...], bert_folder: Path, data_folder: Path, here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    used: list[Any] = []
-
-    def instead(asked: Any, *_: Any) -> None:
-        used.append(asked.methods)
-        raise hp.HeadPruneError("enough")
-
-    monkeypatch.setattr("headprune.app.workflow.prune_run", instead)
+    instead: Mock, options: list[str], methods: list[str], bert_folder: Path, data_folder: Path
+) -> None:
     error = run("prune", bert_folder, "-d", data_folder, "-k", 4, *options, code=1).stderr
-    assert used == [methods]
+    assert instead.call_args.args[0].methods == tuple(methods)
     said = [line for line in error.splitlines() if "There are no scores yet" in line]
     assert len(said) == int(bool(methods) and "-m" not in options)
     assert all(f"scored by {' and '.join(methods)} first" in " ".join(error.split()) for _ in said)
@@ -368,14 +344,6 @@ def test_base_models_are_looked_at(here: Path) -> None:
         shown = json.loads(run("show", "bert", *what, "--json").stdout)
         assert [len(layer["heads"]) for layer in shown["layers"]] == [4, 4]
     assert "Say it with --task" in run("score", "bert", "-d", plain, code=1).stderr
-
-
-@pytest.mark.parametrize("to", ["onnx", "gguf"])
-def test_a_name_without_the_formats_suffix_is_refused_before_any_work(to: str, here: Path) -> None:
-    """The engine's library refused it once everything was done."""
-    pytest.importorskip(to)
-    refused = run("export", here / "no-such-model", "--to", to, "-o", "model-1.5", code=1)
-    assert f"Name it model-1.5.{to}." in refused.stderr
 
 
 @pytest.mark.slow

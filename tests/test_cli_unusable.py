@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import safetensors
-import torch
 import torch.nn.functional as F
 import transformers as tf
 
@@ -21,33 +21,21 @@ from tests.support import zoo
 from tests.support.commands import invoke, run
 from tests.support.folders import WORDS, sentences, write_jsonl
 
-pytestmark = pytest.mark.usefixtures("brief")
+pytestmark = pytest.mark.usefixtures("brief", "here")
 
 # -- models and data that cannot be used ------------------------------------------------------------
 
 
-def raising(error: BaseException) -> Any:
-    """A function that does nothing else."""
-
-    def function(*_: object, **__: object) -> None:
-        raise error
-
-    return function
-
-
-def damaged(bert_folder: Path, here: Path) -> tuple[Path, Any]:
-    folder = here / "damaged"
+def damaged(bert_folder: Path) -> tuple[Path, Any]:
+    folder = Path("damaged")
     shutil.copytree(bert_folder, folder)
     return folder, tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
 
 
 @pytest.mark.parametrize("saved_by", ["transformers", "headprune"])
-def test_weights_that_are_not_numbers_are_named(
-    saved_by: str, bert_folder: Path, data_folder: Path, here: Path
-) -> None:
-    folder, model = damaged(bert_folder, here)
-    with torch.no_grad():
-        model.bert.encoder.layer[1].attention.self.key.weight[3, 5] = float("nan")
+def test_weights_that_are_not_numbers_are_named(saved_by: str, bert_folder: Path, data_folder: Path) -> None:
+    folder, model = damaged(bert_folder)
+    model.bert.encoder.layer[1].attention.self.key.weight.data[3, 5] = float("nan")
     if saved_by == "transformers":
         model.save_pretrained(folder)
     else:
@@ -69,26 +57,11 @@ def test_a_run_folder_stands_for_the_pruned_model_in_it(bert_folder: Path, here:
     assert "2 pruned models (pruned-7, pruned-10)" in error
 
 
-def test_infinite_weights_may_be_meant(bert_folder: Path, here: Path) -> None:
-    folder, model = damaged(bert_folder, here)
-    with torch.no_grad():
-        model.classifier.bias[0] = -float("inf")
+def test_infinite_weights_may_be_meant(bert_folder: Path) -> None:
+    folder, model = damaged(bert_folder)
+    model.classifier.bias.data[0] = -float("inf")
     model.save_pretrained(folder)
     run("inspect", folder)
-
-
-@pytest.mark.parametrize("saved_by", ["transformers", "headprune"])
-@pytest.mark.parametrize("size", [0, 1000, -1])
-def test_cut_weights(saved_by: str, size: int, bert_folder: Path, data_folder: Path, here: Path) -> None:
-    folder, model = damaged(bert_folder, here)
-    if saved_by == "headprune":
-        hp.checkpoint.save(model, folder, processor=tf.AutoTokenizer.from_pretrained(bert_folder), overwrite=True)
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:size])
-    error = run("score", folder, "-d", data_folder, code=1).stderr
-    assert f"The weights in {folder} are damaged or cut short" in error
-    assert "--task" not in error
-    assert "unexpected" not in error
 
 
 def test_texts_that_are_cut_are_counted(bert_folder: Path, here: Path) -> None:
@@ -130,11 +103,9 @@ STREAM = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected po
 
 @pytest.mark.parametrize("error", [FULL, WRAPPED, SAFETENSORS, STREAM], ids=str)
 @pytest.mark.parametrize("step", ["load_parts", "find_attention"])
-def test_a_full_disk(
-    error: Exception, step: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"headprune.app.workflow.scene.{step}", raising(error))
-    result = run("score", bert_folder, "-d", data_folder, "-q", "--json", code=1)
+def test_a_full_disk(error: Exception, step: str, bert_folder: Path, data_folder: Path) -> None:
+    with patch(f"headprune.app.workflow.scene.{step}", side_effect=error):
+        result = run("score", bert_folder, "-d", data_folder, "-q", "--json", code=1)
     (line,) = result.stderr.splitlines()
     assert line.startswith("headprune: No space left on the disk")
     assert "run the same command again" in line
@@ -147,7 +118,7 @@ def test_a_full_disk(
 def test_a_stdout_that_takes_nothing(error: OSError, bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`> /dev/full` and `| head`: no traceback, whether the document is a result or an error."""
 
-    monkeypatch.setattr("headprune.app.console.Console.document", raising(error))
+    monkeypatch.setattr("headprune.app.console.Console.document", Mock(side_effect=error))
     for command in (["inspect", bert_folder, "--json"], ["inspect", "", "--json"], ["inspect", "--json"]):
         result = invoke(*map(str, command))
         assert result.exit_code == (2 if command == ["inspect", "--json"] else 1)
@@ -174,17 +145,15 @@ def test_a_link_that_leads_nowhere(bert_folder: Path, data_folder: Path, here: P
     (PermissionError(errno.EACCES, "Permission denied", "/somewhere/file"), "/somewhere/file cannot be read or written: Permission denied"),
     (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero (unexpected; add -v for the traceback)"),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
-def test_errors_of_the_machine_and_unknown_ones(
-    error: Exception, says: str, bert_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headprune.app.models.load_model", raising(error))
-    result = run("inspect", bert_folder, "--json", code=1)
+def test_errors_of_the_machine_and_unknown_ones(error: Exception, says: str) -> None:
+    with patch("headprune.app.models.load_model", side_effect=error):
+        result = run("inspect", "m", "--json", code=1)
     assert says in result.stderr
     assert json.loads(result.stdout)["error"] in result.stderr
 
 
-def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
-    llama_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_perplexity_that_is_unknown_is_refused_before_the_long_work(
+    llama_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss of the model's own that is none of its logits, and is added up over texts."""
     forward = tf.LlamaForCausalLM.forward
@@ -198,43 +167,33 @@ def test_a_perplexity_that_cannot_be_told_is_refused_before_the_long_work(
 
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
     for step in ("pruning.score", "results.evaluate", "search.arrange"):
-        monkeypatch.setattr(f"headprune.app.workflow.{step}", raising(AssertionError("the long work began")))
+        monkeypatch.setattr(f"headprune.app.workflow.{step}", Mock(side_effect=AssertionError("the long work began")))
     for more in ((), ("--dry-run",)):
         error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
         assert "cannot be measured: its own loss is not the cross-entropy of its logits" in " ".join(error.split())
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "inspect NAME", "score NAME -d d", "score bert -d NAME", "score bert -d d -o NAME", "export bert --to stock -o NAME",
-    ],
-)  # fmt: skip
-def test_a_name_that_is_no_text_is_refused_before_the_work(
-    typed: str, bert_folder: Path, data_folder: Path, here: Path
-) -> None:
+@pytest.mark.parametrize("typed", [
+    "inspect NAME", "score NAME -d d", "score bert -d NAME", "score bert -d d -o NAME", "export bert --to stock -o NAME",
+])  # fmt: skip
+def test_a_name_that_is_no_text_is_refused_before_the_work(typed: str, bert_folder: Path, data_folder: Path) -> None:
     """A run into such a folder ended at the moment of saving."""
     name = os.fsdecode(b"n\xff")
-    (here / name).mkdir()
+    Path(name).mkdir()
     places = {"NAME": name, "bert": str(bert_folder), "d": str(data_folder)}
     line = run(*(places.get(word, word) for word in typed.split()), code=1).stderr
     assert "is not UTF-8" in line
     assert "unexpected" not in line
-    assert not list((here / name).iterdir())
+    assert not list(Path(name).iterdir())
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (PermissionError(errno.EACCES, "Permission denied", "/cache/text"), "/cache/text cannot be read or written: Permission denied."),
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on the disk"),
-    ],
-)  # fmt: skip
-def test_the_cache_of_data_is_not_the_data(
-    error: OSError, message: str, bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("datasets.load_dataset", raising(error))
-    said = " ".join(run("score", bert_folder, "-d", data_folder, "-m", "random", code=1).stderr.split())
+@pytest.mark.parametrize(("error", "message"), [
+    (PermissionError(errno.EACCES, "Permission denied", "/cache/text"), "/cache/text cannot be read or written: Permission denied."),
+    (OSError(errno.ENOSPC, "No space left on device"), "No space left on the disk"),
+])  # fmt: skip
+def test_the_cache_of_data_is_not_the_data(error: OSError, message: str, bert_folder: Path, data_folder: Path) -> None:
+    with patch("datasets.load_dataset", side_effect=error):
+        said = " ".join(run("score", bert_folder, "-d", data_folder, "-m", "random", code=1).stderr.split())
     assert message in said
     assert "HF_HOME" in said
     assert "Check the files" not in said

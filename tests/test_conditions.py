@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support.cases import answer, made, without
+from tests.support.checks import without_dropout
 from tests.support.grouped import Shape, Stack
 from tests.support.odd import LowRank
 from tests.support.plain import WIDTH, noise
@@ -61,9 +62,7 @@ def test_autocast() -> None:
 def test_gradient_checkpointing(name: str) -> None:
     model, example = made(name)
     layer = hp.find_attention(model, example)[0]
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    without_dropout(model)
     gradients = []
     for checkpointed in (False, True):
         if checkpointed:

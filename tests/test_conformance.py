@@ -225,9 +225,9 @@ def test_any_heads_of_any_plain_attention(drawn: tuple[Stack, Tensor, Drop], dat
         assert sum(p.numel() for p in pruned.parameters()) == sum(sizes) + outside
 
 
-def test_what_an_older_folders_code_has_loaded_is_pruned_and_saved(tmp_path: Path) -> None:
+def test_what_an_older_folders_code_has_loaded_is_pruned_and_saved(older: Path, tmp_path: Path) -> None:
     """Its modules run that code's hooks, which read what this version gives them."""
-    folder = Path(__file__).parent / "support" / "saved_by_transformers" / "5.0.0" / "t5"
+    folder = older / "5.0.0" / "t5"
     model = tf.AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True).eval()
     example = load_file(folder.with_suffix(".safetensors"))
     example.pop("logits")

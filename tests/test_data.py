@@ -23,7 +23,7 @@ from headprune.app.data.classes import Classes
 from headprune.app.data.reading import read_splits
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
 from headprune.inputs import first_rows, scrambled, tensors, variants
-from tests.support.causal import bart, gemma3, regression, text_config, tiny, xlnet
+from tests.support.causal import bart, gemma3, own_loss, regression, text_config, tiny, xlnet
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import llama, randomise, text
 
@@ -43,13 +43,6 @@ def three(parts: Any) -> tuple[Any, Any, Any]:
 
 def inputs(part: Any) -> set[tuple[int, ...]]:
     return {tuple(f["input_ids"]) for f in part.features}
-
-
-def test_splits_serve_as_named(bert_folder: Path, data_folder: Path) -> None:
-    parts = parts_of(bert_folder, data_folder, limit=20)
-    assert [p.split for p in three(parts)] == ["train", "validation", "test"]
-    assert len(parts.score) == 20
-    assert parts.columns == {"text": "text", "label": "label"}
 
 
 @pytest.mark.parametrize(
@@ -150,9 +143,8 @@ def test_every_text_task_scores_with_the_models_own_loss(task: str, tmp_path: Pa
     (batch,) = list(parts.score.batches(100))
     measurement = hp.evaluate(model, [batch])
     assert "accuracy" in measurement.metrics  # our loss is the model's
-    with torch.no_grad():
-        for i, loss in enumerate(measurement.loss):
-            assert loss == pytest.approx(float(model(**{k: v[i : i + 1] for k, v in batch.items()}).loss), rel=1e-4)
+    for i, loss in enumerate(measurement.loss):
+        assert loss == pytest.approx(own_loss(model, {k: v[i : i + 1] for k, v in batch.items()}), rel=1e-4)
     scores = hp.score(model, parts.score.batches(2))
     assert torch.isfinite(scores.flat()).all()
 
@@ -329,25 +321,21 @@ def stored(path: Path, names: Any, labels: Sequence[Any], *, several: bool = Fal
     (["x", "cat", "y", "dog"], ["cat", "dog"], [1, 3]),  # some of the model's classes
     (["2", "1"], ["1", "2"], [1, 0]),
     (["LABEL_0", "LABEL_1"], ["pos", "neg"], [0, 1]),  # the model has no names
+    (["negative", "positive"], ["bad", "good"], [0, 1]),  # by their order, and it is said
+    (["1", "2"], None, [0, 1]),  # numbers that the model names, as its training found them in the data
 ])  # fmt: skip
 def test_named_classes_are_the_models_of_that_name(
-    model: list[str], data: list[str], expected: list[int], tmp_path: Path
+    model: list[str], data: list[str] | None, expected: list[int], tmp_path: Path
 ) -> None:
     """Numbers of a ClassLabel column were taken as the model's, whatever either of them calls its classes."""
-    labels, notes = labels_of(
-        text_classifier(id2label=dict(enumerate(model))), stored(tmp_path / "d", data, [0, 1, 1] * 8)
-    )
-    assert labels == [expected[i] for i in [0, 1, 1] * 8]
-    assert notes == ["There is no other split to report on: d was cut by seed 0."]
-
-
-def test_other_names_in_as_many_classes_are_matched_by_their_order_and_it_is_said(tmp_path: Path) -> None:
-    loaded = text_classifier(id2label={0: "negative", 1: "positive"})
-    labels, notes = labels_of(loaded, stored(tmp_path / "d", ["bad", "good"], [0, 1] * 8))
-    assert labels == [0, 1] * 8
-    assert notes[-1] == (
-        "Classes were matched by their order: the model (negative, positive) does not name the data's bad, good."
-    )
+    drawn = [0, 1, 1] * 8
+    rows = [{**row, "label": label + 1} for row, label in zip(sentences(24, seed=0), drawn, strict=True)]
+    path = stored(tmp_path / "d", data, drawn) if data else write_jsonl(tmp_path / "d.jsonl", rows)
+    labels, notes = labels_of(text_classifier(id2label=dict(enumerate(model))), path)
+    assert labels == [expected[i] for i in drawn]
+    assert notes[0].startswith("There is no other split to report on: d")
+    order = "Classes were matched by their order: the model (negative, positive) does not name the data's bad, good."
+    assert notes[1:] == ([order] if data == ["bad", "good"] else [])
 
 
 @pytest.mark.parametrize(("model", "data", "label"), [
@@ -400,13 +388,6 @@ def test_splits_may_order_their_classes_differently(tmp_path: Path) -> None:
     parts = parts_of(text_classifier(id2label={0: "neg", 1: "pos"}), tmp_path / "d")
     for part, names in ((parts.score, [1, 0]), (parts.report, [0, 1])):
         assert [f["labels"] for f in part.features] == [names[row % 2] for row in part.rows]
-
-
-def test_numbers_that_the_model_names_are_these_classes(tmp_path: Path) -> None:
-    """A model of the classes 1 to 3, as its training found them in the data, gives class 0 for a 1."""
-    rows = [{**row, "label": i % 3 + 1} for i, row in enumerate(sentences(30, seed=0))]
-    labels, _ = labels_of(text_classifier(id2label={0: "1", 1: "2", 2: "3"}), write_jsonl(tmp_path / "x.jsonl", rows))
-    assert labels == [i % 3 for i in range(30)]
 
 
 def test_folders_of_images_go_by_name(tmp_path: Path) -> None:
@@ -525,8 +506,7 @@ def test_gemma_3_loads_and_can_be_padded(tmp_path: Path) -> None:
     assert loaded.config.get_text_config().pad_token_id == 0
     batch = {"input_ids": torch.randint(3, 28, (2, 6)), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
     batch["labels"] = batch["input_ids"]
-    with torch.no_grad():
-        assert hp.evaluate(loaded.model, [batch]).metrics["loss"] == pytest.approx(float(model(**batch).loss), abs=1e-5)
+    assert hp.evaluate(loaded.model, [batch]).metrics["loss"] == pytest.approx(own_loss(model, batch), abs=1e-5)
 
 
 def test_a_classifier_of_several_parts_gets_a_token_to_pad_with(tmp_path: Path) -> None:
@@ -536,8 +516,7 @@ def test_a_classifier_of_several_parts_gets_a_token_to_pad_with(tmp_path: Path) 
     tokenizer().save_pretrained(tmp_path / "gemma")
     loaded = load_model(str(tmp_path / "gemma"))
     assert loaded.config.pad_token_id == 0
-    with torch.no_grad():
-        assert F.softmax(loaded.model(input_ids=torch.randint(3, 28, (2, 6))).logits, -1).shape == (2, 2)
+    assert F.softmax(loaded.model(input_ids=torch.randint(3, 28, (2, 6))).logits, -1).shape == (2, 2)
 
 
 def test_texts_are_cut_at_the_positions_of_the_text_part(tmp_path: Path) -> None:
@@ -711,15 +690,9 @@ def test_scrambled_has_other_content_in_the_same_places(example: Any) -> None:
     assert same(example, before)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_first_rows_of_what_is_nested(rows: int) -> None:
-    example = {
-        "x": torch.arange(12).view(4, 3),
-        "pair": (torch.arange(4), [torch.ones(4, 2)]),
-        "scale": torch.tensor(2.0),
-        "flag": True,
-    }
-    made = first_rows(example, rows)
-    assert torch.equal(made["x"], example["x"][:rows])
-    assert (len(made["pair"][0]), made["pair"][1][0].shape) == (rows, (rows, 2))
+def test_first_rows_of_what_is_nested() -> None:
+    example = {"x": torch.arange(12).view(4, 3), "pair": (torch.arange(4), [torch.ones(4, 2)])}
+    made = first_rows({**example, "scale": torch.tensor(2.0), "flag": True}, 2)
+    assert torch.equal(made["x"], example["x"][:2])
+    assert (len(made["pair"][0]), made["pair"][1][0].shape) == (2, (2, 2))
     assert (made["scale"], made["flag"]) == (2.0, True)

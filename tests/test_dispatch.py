@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -361,27 +360,6 @@ def test_memory_grows_with_the_tokens_and_not_with_their_square(what: str, monke
 
 
 # -- the command line ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--device-map", "autp"], "There is no device map 'autp'"),
-        (["--device-memory", "cpu=1GB"], "--device-memory has no use without --device-map"),
-        (["--device-map", "auto", "--device-memory", "1GB"], "is no amount for each device"),
-        (["--device-map", "auto", "--device", "cpu"], "--device and --device-map both say"),
-        (["--device-map", "auto", "--finetune", "1"], "--finetune and --device-map do not go together"),
-        (["--device-map", "auto", "--export", "onnx"], "--export and --device-map do not go together"),
-        (["--device-map", "list.json"], "There is no device map 'list.json'"),
-    ],
-)
-def test_what_does_not_go_with_a_device_map(
-    options: list[str], says: str, here: Path, bert_folder: Path, data_folder: Path
-) -> None:
-    Path("list.json").write_text("[1]")
-    result = run("prune", bert_folder, "-d", data_folder, "--keep", "50%", *options, code=1)
-    assert says in re.sub(r"\s+", " ", result.stderr)
-    assert not Path("reports").exists() or not list(Path("reports").glob("*/metrics.json"))
 
 
 @pytest.mark.slow

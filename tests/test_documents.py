@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,23 +84,11 @@ def test_committed_reports_are_written_again_as_they_are(folder: Path, tmp_path:
         assert same(loads(path.read_text()), loads((folder / path.name).read_text())), path.name
 
 
-def holds(whole: Any, part: Any) -> bool:
-    """Whether a document says all that another does; what it has beside is nothing, or empty."""
-    if isinstance(part, dict):
-        more = whole.keys() - part.keys()
-        return all(holds(whole[k], part[k]) for k in part) and not any(whole[k] for k in more)
-    if isinstance(part, list):
-        return len(whole) == len(part) and all(map(holds, whole, part))
-    return bool(whole == part)
-
-
 @pytest.mark.parametrize("kind", FULL, ids=lambda kind: kind.kind)
 def test_what_was_read_is_what_is_written(kind: type[File]) -> None:
     data = loads(dumps(FULL[kind]))
     again = loads(dumps(from_json(kind, data).to_json()))
     assert from_json(kind, again) == from_json(kind, data)
-    for key in data.keys() - {"options", "data", "latency", "budgets", "time"}:  # whose defaults are written out
-        assert holds(again[key], data[key]), key
 
 
 def test_older_files_lack_what_was_added_later() -> None:
@@ -148,15 +137,12 @@ def test_a_part_is_the_same_as_far_as_both_sides_say() -> None:
 
 def test_the_report_of_a_fine_tuning() -> None:
     text = finetune_report("r", from_json(FinetuneRecord, FINETUNE))
-    assert (
+    kept = (
         "Kept: the weights after epoch 1, by accuracy on 50 choosing examples (`validation`): 50.0 % after 0 epochs, "
-        in text
     )
-    assert "75.0 % after 1 epoch, 62.5 % after 2 epochs." in text
-    assert (
-        "| pruned, fine-tuned | 60.0 % (50.0 % to 70.0 %) | -10.00 points (-15.00 to -5.00) | no measurable change |"
-        in text
-    )
+    assert f"{kept}75.0 % after 1 epoch, 62.5 % after 2 epochs." in text
+    row = "60.0 % (50.0 % to 70.0 %) | -10.00 points (-15.00 to -5.00) | no measurable change |"
+    assert f"| pruned, fine-tuned | {row}" in text
 
 
 # -- what JSON has no form for ------------------------------------------------------------------
@@ -323,67 +309,6 @@ def spoilt(draw: Any, document: dict[str, Any]) -> str:
     return text.replace("[", "[" * 5000, 1).replace("]", "]" * 5000, 1) if cut == "deep" else text
 
 
-# -- what each document is, and what must be true of what was read --------------------------------------------------------------
-
-
-def document(kind: str, data: Any) -> dict[str, Any]:
-    return {"headprune": kind, "schema": 1, **loads(dumps(data))}
-
-
-def sound(value: Any) -> None:
-    """What any document may hold when it was read: the types that it says, numbers of 64 bits."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            assert isinstance(key, str)
-            sound(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            sound(part)
-    elif isinstance(value, int):
-        assert abs(value) < 2**63
-
-
-def plan_is(plan: PruningPlan) -> None:
-    assert all(type(h) is int and h >= 0 for heads in plan.drop.values() for h in heads)
-    assert all(len(set(heads)) == len(heads) for heads in plan.drop.values())
-    assert all(type(n) is int and n >= 0 for n in (plan.kept, plan.total, plan.asked))
-    assert all(isinstance(t, str) for t in (plan.method, plan.model, plan.strategy, plan.budget, *plan.notes))
-
-
-def scores_are(every: list[Any]) -> None:
-    for scores in every:
-        heads = sum(layer.num_heads for layer in scores.layers)
-        assert len(scores.flat()) == len(scores.flat_stderr()) == len(scores.labels()) == heads > 0
-        assert not (scores.flat_stderr() < 0).any()
-        assert scores.examples >= 0
-        assert isinstance(scores.method + scores.unit + scores.model + scores.basis + scores.caution, str)
-        sound(scores.to_json())
-
-
-def document_is(value: Any) -> None:
-    sound(value.to_json())
-    dumps(value.to_json())
-
-
-def metrics_are(metrics: Metrics) -> None:
-    document_is(metrics)
-    for budget in metrics.budgets:
-        assert 0 <= budget.kept <= budget.total
-        assert all(len(set(heads)) == len(heads) and min(heads, default=0) >= 0 for heads in budget.drop.values())
-        assert Path(budget.checkpoint).name == budget.checkpoint
-
-
-def heads_are(heads: Heads) -> None:
-    document_is(heads)
-    for sample in heads.samples:
-        for layer in sample.layers:
-            assert layer.unpacked().shape == layer.shape
-
-
-def anything(_: Any) -> None:
-    pass
-
-
 PLAN = {"drop": {"block.0.attn": [0, 2], "L1": [1]}, "kept": 5, "total": 8, "asked": 5, "budget": "keep 5", "strategy": "auto",
         "method": "ablation", "model": "abc", "notes": ["A note."]}  # fmt: skip
 SCORES: dict[str, Any] = {
@@ -394,52 +319,40 @@ SCORES: dict[str, Any] = {
 SIDECAR = {"class": "transformers.models.bert.modeling_bert.BertModel", "fingerprint": "abc", "about": {"from": "m"},
            "heads": {"a": 4}, "removed": [{"a": [0, 1]}], "structure": {"version": 1}, "version": "0.1.0"}  # fmt: skip
 
-KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], Any], Callable[[Any], None]]] = {
-    "plan": (PLAN, PruningPlan.load, plan_is),
-    "scores": (SCORES, load_scores, scores_are),
-    "run": (RUN, Run.read, document_is),
-    "metrics": (ALL_METRICS, Metrics.read, metrics_are),
-    "finetune": (FINETUNE, FinetuneRecord.read, document_is),
-    "heads": (heads_document().to_json(), Heads.read, heads_are),
-    "checkpoint": (SIDECAR, lambda path: (about(path.parent), load_call(path.parent)), lambda value: sound(value[0])),
+KINDS: dict[str, tuple[dict[str, Any], Callable[[Path], Any]]] = {
+    "plan": (PLAN, PruningPlan.load), "scores": (SCORES, lambda path: load_scores(path)[0]), "run": (RUN, Run.read),
+    "metrics": (ALL_METRICS, Metrics.read), "finetune": (FINETUNE, FinetuneRecord.read), "heads": (heads_document().to_json(), Heads.read),
+    "checkpoint": (SIDECAR, lambda path: SimpleNamespace(to_json=lambda: (about(path.parent), str(load_call(path.parent))))),
 }  # fmt: skip
 NAMES = {"checkpoint": "headprune.json"}
 CASES = 1000 // len(KINDS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_right_document_is_read(kind: str, tmp_path: Path) -> None:
-    data, read, right = KINDS[kind]
-    path = tmp_path / ".unfinished" / NAMES.get(kind, f"{kind}.json")
-    write_json(path, kind, loads(dumps(data)))
-    right(read(path))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_document(kind: str, tmp_path: Path) -> None:
-    data, read, right = KINDS[kind]
+    """What can be read can be written again; the rest is refused in one line."""
+    data, read = KINDS[kind]
     path = tmp_path / ".unfinished" / NAMES.get(kind, f"{kind}.json")
-    path.parent.mkdir()
+    write_json(path, kind, right := loads(dumps(data)))
+    dumps(read(path).to_json())
     tried, said = 0, list[hp.HeadPruneError]()
 
     @settings(max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(spoilt(document(kind, data)))
+    @given(spoilt({"headprune": kind, "schema": 1, **right}))
     def one(text: str) -> None:
         nonlocal tried
         tried += 1
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         try:
-            value = read(path)
+            dumps(read(path).to_json())
         except hp.HeadPruneError as error:
             said.append(error)
-            return
-        right(value)
 
     one()
     assert tried >= CASES * 0.9
     assert all("\n" not in str(error.args[0]) and len(str(error)) < 1000 for error in said)
-    assert said or kind == "stage"  # this one is made anew where it is damaged
+    assert said
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tf
 
-from tests.support.commands import run
+from tests.support.commands import metrics_of, run
 
 ROOT = Path(__file__).parent.parent
 MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
@@ -25,10 +25,6 @@ def test_nothing_that_is_ignored_is_committed() -> None:
     if found.returncode or not (ROOT / ".git").exists():
         pytest.skip("no checkout")
     assert found.stdout == ""
-
-
-def metrics_of(run_folder: Path) -> dict[str, Any]:
-    return json.loads((run_folder / "metrics.json").read_text())
 
 
 @pytest.mark.slow

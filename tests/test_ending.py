@@ -2,19 +2,15 @@
 
 import errno
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
 
 from headprune import cli
-from tests.support.commands import run
-from tests.support.interrupted import ROOT
+from tests.support.commands import python, run
 
 SLOW_TO_CLEAN_UP = """
 import os, signal, sys, time
@@ -50,15 +46,6 @@ def work():
     print("done")
 cli.session.run(work)
 """
-
-
-def python(*arguments: str, **given: Any) -> Any:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **given.pop("env", {})}
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=ROOT, text=True, timeout=300,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **given},
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGXCPU])
@@ -100,25 +87,16 @@ def test_letters_that_an_encoding_has_not() -> None:
     assert json.loads(ascii_only.stdout) == json.loads(any_letter.stdout)
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), "larger than this process may write"),
-        (OSError(errno.EFBIG, "File too large", "a.gguf"), "larger than this process may write (a.gguf)"),
-        (RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"), "No space left on the disk"),
-        (OSError("10240 requested and 8320 written"), "No space left on the disk"),
-    ],
-)  # fmt: skip
-def test_what_libraries_say_where_nothing_more_fits(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("error", "said"), [
+    (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), "larger than this process may write"),
+    (OSError(errno.EFBIG, "File too large", "a.gguf"), "larger than this process may write (a.gguf)"),
+    (RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"), "No space left on the disk"),
+    (OSError("10240 requested and 8320 written"), "No space left on the disk"),
+])  # fmt: skip
+def test_what_libraries_say_where_nothing_more_fits(error: Exception, said: str) -> None:
     """safetensors' and NumPy's errors have no number: they were told as unexpected."""
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr("headprune.app.models.load_model", fail)
-    assert said in " ".join(run("inspect", "m", code=1).stderr.split())
+    with patch("headprune.app.models.load_model", side_effect=error):
+        assert said in " ".join(run("inspect", "m", code=1).stderr.split())
 
 
 def test_a_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

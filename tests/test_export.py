@@ -145,12 +145,11 @@ def check(own: list[Tensor], expected: list[Tensor], tolerance: float = 1e-4) ->
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance * float(b.abs().max()))
 
 
+SLOW = {row for row in TABLE if row[0] in ("onnx", "openvino")} - FAST
+
+
 @pytest.mark.parametrize(
-    ("to", "name", "kind"),
-    [
-        pytest.param(*row, marks=[pytest.mark.slow] * (row[0] in ("onnx", "openvino") and row not in FAST))
-        for row in TABLE
-    ],
+    ("to", "name", "kind"), [pytest.param(*row, marks=[pytest.mark.slow] * (row in SLOW)) for row in TABLE]
 )
 def test_the_engine_gives_the_models_answers(to: str, name: str, kind: str, tmp_path: Path) -> None:
     pytest.importorskip(PACKAGES[to])

@@ -36,11 +36,8 @@ def test_gguf_of_a_pruned_folder(tmp_path: Path) -> None:
     assert (document["path"], document["facts"]["heads"]) == (f"{folder}.gguf", [4, 0, 6])
     for arguments, message in (
         (("--to", "gguf"), "--overwrite"),
-        (("--to", "tflite"), "Choose from gguf, onnx, openvino, stock"),
         (("--to", "onnx", "-o", tmp_path / "model.gguf"), "Name it model.onnx"),
-        (("--to", "onnx", "-o", tmp_path), "is a folder. Name a file"),
         (("--to", "stock", "-o", f"{folder}.gguf"), "is a file. Name a folder"),
-        (("--to", "onnx", "--dtype", "bfloat16"), "float16"),
         (("--to", "stock"), "trust_remote_code=True"),
     ):
         assert message in run("export", folder, *arguments, code=1).stderr.splitlines()[-1]
@@ -167,14 +164,6 @@ def test_pruned_models_are_exported(formats: Any, bert_folder: Path, data_folder
     assert "| 4 heads | none | not written: It has no place for heads. |" in report
     assert "| 6 heads | count | `pruned-6.count`: a number |" in report
     assert report.count("It is only a number.") == 1
-
-
-def test_a_format_that_is_not_there_is_refused_before_the_work(
-    bert_folder: Path, data_folder: Path, here: Path
-) -> None:
-    error = run(*PRUNE, 4, bert_folder, "-d", data_folder, "-o", "run", "--export", "tflite", code=1).stderr
-    assert "no export format 'tflite'" in error
-    assert not (here / "run").exists()
 
 
 @pytest.mark.slow

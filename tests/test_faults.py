@@ -19,12 +19,8 @@ def test_a_few_faults_of_each_kind(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     namespace = faults.own_namespace()
     command = [sys.executable, "benchmarks/faults.py", "--quick", "--seed", str(seed), "--work", str(tmp_path)]
-    here = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        **({faults.MOUNTS: "1"} if namespace else {}),
-    }
+    mounts = {faults.MOUNTS: "1"} if namespace else {}
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **mounts}
     done = subprocess.run([*namespace, *command], cwd=ROOT, capture_output=True, text=True, env=here, check=False)
     assert done.returncode == 0, (seed, [line for line in done.stderr.splitlines() if "WRONG" in line] or done.stderr)
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]

@@ -85,8 +85,7 @@ def test_finetune(pruned_here: Path, bert_folder: Path) -> None:
     tokenizer = tf.AutoTokenizer.from_pretrained(output)
     rows = sentences(40, 3)
     for name, m in (("finetuned", model), ("pruned", before)):
-        with torch.no_grad():
-            right = [int(m(**tokenizer(r["text"], return_tensors="pt")).logits.argmax() == r["label"]) for r in rows]
+        right = [int(m(**tokenizer(r["text"], return_tensors="pt")).logits.argmax() == r["label"]) for r in rows]
         assert document["models"][name]["metrics"]["accuracy"] == pytest.approx(np.mean(right))
     gain = document["models"]["finetuned"]["metrics"]["accuracy"] - document["models"]["pruned"]["metrics"]["accuracy"]
     assert document["changes"]["gain"]["value"] == pytest.approx(gain)
@@ -151,25 +150,6 @@ def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyP
     assert not list(pruned_here.rglob(".*"))
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["run", "--teacher", "nobody/nothing"], "no model 'nobody"), (["run", "--teacher", "{llama}"], "not trained for sequence"),
-    (["run", "-o", "{data}"], "exists and is not empty"), (["run", "-o", "{data}", "--overwrite"], "did not write"),
-    (["run", "--dtype", "float16"], "float16"), (["run", "--batch-size", "8", "--device", "cuda"], "no device .cuda."),
-])  # fmt: skip
-def test_mistakes_get_one_line(
-    arguments: list[str], message: str, pruned_here: Path, bert_folder: Path, llama_folder: Path, data_folder: Path
-) -> None:
-    before = sorted(pruned_here.parent.rglob("*"))
-    given = [a.format(bert=bert_folder, data=data_folder, llama=llama_folder) for a in arguments]
-    result = run("finetune", *given, code=1)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("headprune: ")]
-    assert len(lines) == 1
-    assert re.search(message, lines[0]), lines[0]
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-    assert sorted(pruned_here.parent.rglob("*")) == before
-
-
 def test_more_mistakes(pruned_here: Path, data_folder: Path) -> None:
     lone = pruned_here.parent / "lone"
     shutil.copytree(pruned_here / "pruned-4", lone)
@@ -198,8 +178,7 @@ def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_fol
     renamed(pruned_here / "pruned-4", str(source))
     if part == "weights":
         model = tf.AutoModelForSequenceClassification.from_pretrained(source)
-        with torch.no_grad():
-            model.classifier.weight[0, 0] += 1e-3
+        model.classifier.weight.data[0, 0] += 1e-3
         model.save_pretrained(source)
     else:
         config = json.loads((source / "config.json").read_text())

@@ -39,7 +39,7 @@ from torch import nn
 
 import headprune as hp
 from headprune import scoring
-from tests.support import textbook, zoo
+from tests.support import saved_by_transformers, textbook, zoo
 
 Results = dict[str, Any]
 Batches = list[Any]
@@ -177,16 +177,17 @@ def minilm() -> Results:
 
 def older_folders() -> Results:
     """Folders in the repository, as earlier versions saved them, loaded by this one."""
-    homes = [
-        ROOT / "tests" / "support" / "saved_by_0_1",
-        *sorted((ROOT / "tests/support/saved_by_transformers").iterdir()),
-    ]
-    return {
-        f"{home.name}/{folder.name}": hashed(hp.load(folder))
-        for home in homes
-        for folder in sorted(home.iterdir())
-        if (folder / "headprune.json").is_file()
-    }
+    with tempfile.TemporaryDirectory() as unpacked:
+        homes = [
+            ROOT / "tests" / "support" / "saved_by_0_1",
+            *sorted(saved_by_transformers.unpacked(Path(unpacked)).iterdir()),
+        ]
+        return {
+            f"{home.name}/{folder.name}": hashed(hp.load(folder))
+            for home in homes
+            for folder in sorted(home.iterdir())
+            if (folder / "headprune.json").is_file()
+        }
 
 
 SUBJECTS: dict[str, Callable[[], Results]] = {

@@ -80,6 +80,7 @@ MODELS: list[Row] = [
     *(Row(INSPECT, "config.json", 1, {"config.json": text}) for text in (NESTED, "null")),
     *(Row(INSPECT, "damaged or cut short|does not load|no weights", 1, {"model.safetensors": weights}) for weights in (
         b"\x00" * 4, b"\xff" * 64, (10**6).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"{}")),
+    *(Row(TAKEN, "The weights in .*made are damaged or cut short", 1, {"model.safetensors": size}) for size in (0, 1000, -1)),
     Row(INSPECT, "does not load", 1, {"model.safetensors": None}),
     Row(INSPECT, "does not load", 1, {"model.safetensors": None, "model.safetensors.index.json": "{"}),
     Row(INSPECT, "does not load", 1, {
@@ -115,8 +116,11 @@ SAVED: list[Row] = [
     Row(("inspect", "{pruned}"), "headprune.json is not readable", 1, {"headprune.json": NESTED}),
     *(Row(("inspect", "{pruned}"), "headprune.safetensors is damaged", 1, {"headprune.safetensors": weights}) for weights in (
         b"\x00" * 30, (2).to_bytes(8, "little") + b"{}")),
-    Row(("inspect", "{pruned}"), "damaged or cut short", 1, {"model.safetensors": b"\x00" * 30}),
+    *(Row(("inspect", "{pruned}"), "damaged or cut short", 1, {"model.safetensors": weights}) for weights in (b"\x00" * 30, 0, 1000, -1)),
     Row(("inspect", "{pruned}"), "config.json", 1, {"config.json": None}),
+    *(Row(("finetune", "{pruned}", "-d", "{data}", *more.split()), says, 1, {}) for more, says in (
+        ("--teacher nobody/nothing", "no model 'nobody"), ("--teacher {llama}", "not trained for sequence"), ("-o {data}", "exists and is not empty"),
+        ("-o {data} --overwrite", "did not write"), ("--dtype float16", "float16"), ("--device cuda", "no device .cuda."))),
     Row(("finetune", "{pruned}", "-d", "{data}"), "does not say which model it was made from", 1, {
         "headprune.json": (("about",), {"from": 3})}),
     Row(("finetune", "{pruned}", "-d", "{data}"), "no model can have this name.*--teacher", 1, {

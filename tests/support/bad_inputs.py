@@ -23,7 +23,7 @@ class Row:
             for folders.
         says: What is in the line: a pattern.
         code: The exit code.
-        make: What lies in ``{made}``: by file name its text or bytes, or a change to the document of that name.
+        make: What lies in ``{made}``: by file name its text or bytes, a change to the document of that name, or where that file is cut off.
     """
 
     typed: tuple[str, ...]
@@ -79,6 +79,8 @@ FILES: dict[str, str | bytes] = {
     "sidecar-schema/headprune.json": '{"headprune": "checkpoint", "schema": 3}',
     "plan-none.json": '{"headprune": "plan", "schema": 1, "drop": {"L0": []}}',
     "plan-nowhere.json": '{"headprune": "plan", "schema": 1, "drop": {"L9": [0]}}', "deep.json": "[" * 100_000,
+    "plan-head.json": '{"headprune": "plan", "schema": 1, "drop": {"L1": [7]}}', "map-list.json": "[1]",
+    "plan-elses.json": '{"headprune": "plan", "schema": 1, "drop": {"L0": [0]}, "model": "0123456789abcdef"}',
     **dict.fromkeys(("binary.json", "binary.jsonl", "run-binary/run.json", "config-binary/config.json"), bytes(range(256))),
 }  # fmt: skip
 
@@ -124,7 +126,9 @@ TYPED: list[Row] = [
     *rows("no dtype '", "inspect {bert} --dtype …", "float8 int3"),
     *rows("no device '", "inspect {bert} --device …", "cpu:x tpu toaster meta cuda:77"),
     row(f"{SCORE} --device-map nowhere", "There is no device map 'nowhere'"),
-    row(f"{PRUNE} -k 4 --device-map {{files}}/deep.json", "no device map .*deep.json"),
+    *rows("no device map .*json", f"{PRUNE} -k 4 --device-map {{files}}/…", "deep.json map-list.json list.json"),
+    row(f"{PRUNE} -k 4 --device-map auto --device cpu", "--device and --device-map both say"),
+    *rows("--(finetune|export) and --device-map do not go together", f"{PRUNE} -k 4 --device-map auto --…", "finetune=1 export=onnx"),
     row(f"{SCORE} --device-memory 5", "no use without --device-map"),
     *rows("no amount for each device", f"{SCORE} --device-map auto --device-memory …", "5 cpu=5 cpu=-5GB disk=5GB cpu=infGB"),
     row("show {bert}", "nothing to look at"),
@@ -180,7 +184,10 @@ TYPED: list[Row] = [
     *rows("takes no scores", f"{PRUNE} --keep 2 -s compensated …", "--method=gradient --distil"),
     *rows("no number of epochs", f"{PRUNE} --keep 4 --finetune …", "-1 0 nan inf"),
     row(f"{PRUNE} --keep 4 --export gguf --export pdf", "no export format 'pdf'"),
+    row(f"{PRUNE} --target-latency 80% --max-drop 0.01", "Give one of them. --max-drop keeps the fewest heads"),
     # plans and scores
+    row(f"{PRUNE} -k 4 --plan {{files}}/plan-head.json", "--keep and --plan are different"),
+    row(f"{PRUNE} --plan {{files}}/plan-head.json --protect L0", "--plan says which heads go, so --protect has no use"),
     row(f"{PRUNE} --plan nope.json", "no file nope.json"),
     *rows("not readable", f"{PRUNE} --plan {{files}}/…", "nothing empty.json cut.json binary.json"),
     *rows("does not hold headprune's plan", f"{PRUNE} --plan {{files}}/…", "not-a-dict.json größe.json other.json"),
@@ -203,6 +210,7 @@ TYPED: list[Row] = [
     row("export {bert} --to onnx -o {bert}", "is a folder"),
     # other commands
     *rows("no export format '", "export {bert} --to …", "ONNX luck"),
+    row("export {bert} --to gguf -o model-1.5", "Name it model-1.5.gguf"),
     row("export {bert} --to stock --dtype int8", "no type 'int8'"),
     row("export {bert} --to gguf --dtype int3", "int3"),
     *rows("no folder ", "finetune …", "nope {files}/data.xyz"),
@@ -241,6 +249,8 @@ LATER: list[Row] = [
     row(f"{PRUNE} -L 10 --max-drop 1", "asks for nothing"),
     row(f"{PRUNE} -L 10 --plan {{files}}/plan-none.json", "drops no head"),
     row(f"{PRUNE} -L 10 --plan {{files}}/plan-nowhere.json", "no attention layer named 'L9'"),
+    row(f"{PRUNE} -L 10 --plan {{files}}/plan-elses.json", "plan is for another model"),
+    row(f"{PRUNE} -L 10 --plan {{files}}/plan-head.json", "L1: head 7|Layer L1 has no head 7"),
     row(f"{SCORE} --max-length 2", "repeating an input of an earlier part.* more than 2 tokens were cut"),
     row("score {bert} -d {files}/same", "repeating an input of an earlier part"),
     row("score {bert} -d {files}/few.jsonl", "too few rows"),

@@ -51,6 +51,11 @@ def regression(problem: str | None = "regression", targets: int = 3) -> nn.Modul
     return randomise(tf.BertForSequenceClassification(config))
 
 
+@torch.no_grad()
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    return float(model(**batch).loss)
+
+
 class Wrapped(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

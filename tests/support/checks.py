@@ -15,6 +15,13 @@ def hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
 def state(model: nn.Module) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in model.state_dict().items()}
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,6 +21,7 @@ from headprune.app.workflow import open_scene
 from headprune.cli.app import RETIRED as RETIRED
 from headprune.cli.app import app
 
+ROOT = Path(__file__).parents[2]
 runner = CliRunner()
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -29,6 +36,21 @@ def run(*arguments: object, code: int = 0) -> Any:
     result = invoke(*map(str, arguments))
     assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
     return result
+
+
+def python(*arguments: str, **given: Any) -> Any:
+    """What becomes of a Python of its own in the repository's folder; Ctrl-C reaches it, whatever started the tests."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **given.pop("env", {})}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=ROOT, text=True, timeout=300,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **given},
+    )  # fmt: skip
+
+
+def metrics_of(folder: Path) -> Any:
+    """A run's metrics.json."""
+    return json.loads((folder / "metrics.json").read_text())
 
 
 def all_options() -> Iterator[tuple[str, set[str], bool]]:

@@ -9,7 +9,7 @@ import transformers as tf
 from torch import nn
 
 import headprune as hp
-from tests.support.zoo import ZOO, Made, randomise, sizes, text
+from tests.support.zoo import ZOO, Made, randomise, sizes, text, whisper
 
 
 def gemma() -> Made:
@@ -24,20 +24,6 @@ def llama(hidden: int = 32, heads: int = 4, **more: Any) -> Made:
     """Without key/value groups."""
     config = tf.LlamaConfig(**sizes("sdpa", hidden_size=hidden, num_attention_heads=heads, num_hidden_layers=2, **more))
     return randomise(tf.LlamaForCausalLM(config)), text()
-
-
-def whisper() -> Made:
-    config = tf.WhisperConfig(
-        vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=40, decoder_ffn_dim=40, num_mel_bins=8, max_source_positions=16, max_target_positions=20,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    example = {
-        "input_features": torch.randn(2, 8, 32, generator=generator),
-        "decoder_input_ids": torch.tensor([[3, 9, 7]] * 2),
-    }
-    return randomise(tf.WhisperForConditionalGeneration(config)), example
 
 
 def clip() -> Made:
@@ -68,15 +54,7 @@ def llava() -> Made:
     return randomise(tf.LlavaForConditionalGeneration(config)), example
 
 
-MADE = {
-    **ZOO,
-    "gemma": gemma,
-    "mistral": mistral,
-    "plain_llama": llama,
-    "whisper": whisper,
-    "clip": clip,
-    "llava": llava,
-}
+MADE = dict(ZOO, gemma=gemma, mistral=mistral, plain_llama=llama, whisper=whisper, clip=clip, llava=llava)
 
 
 def even_plan(

@@ -17,6 +17,8 @@ from headprune.app.finetune import finetune
 from headprune.app.options import FinetuneOptions
 from tests.support import zoo
 
+Batches = Sequence[Any]
+
 
 def t5() -> Any:
     """Eager: transformers 5.0 has no other attention for it."""
@@ -34,14 +36,8 @@ def pair(made: Any, removed: dict[int, list[int]] | None = None) -> tuple[nn.Mod
 
 
 def tuned(
-    pruned: nn.Module,
-    dense: nn.Module | None,
-    train: Sequence[Any],
-    choose: Sequence[Any],
-    work: Path,
-    options: FinetuneOptions | None = None,
-    **more: Any,
-) -> tuple[nn.Module, Training]:
+    pruned: nn.Module, dense: nn.Module | None, train: Batches, choose: Batches, work: Path, options: Any = None, **more: Any
+) -> tuple[nn.Module, Training]:  # fmt: skip
     """`finetune` on batches as they are, each of which counts as one example."""
     parts = (Part("train", "train", list(range(len(b))), list(b), itemgetter(0), 1) for b in (train, choose))  # type: ignore[arg-type]
     return finetune(pruned, dense, *parts, options or FinetuneOptions(), work, **more)

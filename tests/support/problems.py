@@ -14,15 +14,13 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.inputs import first_rows
 from headprune.scoring import METHODS
-from tests.support.zoo import labelled, randomise, text
+from tests.support.zoo import labelled, randomise, sizes, text
 
 
 def small(heads: int = 3, layers: int = 2) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     """A BERT of a few heads in float64, and three batches of different sizes."""
-    config = tf.BertConfig(
-        vocab_size=100, hidden_size=8 * heads, num_attention_heads=heads, num_hidden_layers=layers,
-        intermediate_size=32, pad_token_id=0,
-    )  # fmt: skip
+    shape = {"hidden_size": 8 * heads, "num_attention_heads": heads, "num_hidden_layers": layers}
+    config = tf.BertConfig(**sizes("sdpa", **shape, intermediate_size=32))
     model = randomise(tf.BertForSequenceClassification(config)).double()
     return model, [labelled(model, text(rows, 7, seed=rows), seed=rows) for rows in (4, 2, 3)]
 
@@ -58,18 +56,14 @@ def planted(dead: Sequence[int], strong: Sequence[int] = ()) -> tuple[nn.Module,
 
 def without(model: nn.Module, batches: Sequence[dict[str, Tensor]], kept: Sequence[bool]) -> float:
     """transformers' own mean loss over all batches with W_O's columns zeroed: no gate, no hook."""
-    saved = {k: v.clone() for k, v in model.state_dict().items()}
-    heads = iter(kept)
-    try:
-        with torch.no_grad():
-            for layer in hp.find_attention(model, batches[0]):
-                for columns in layer.output_projection.features:
-                    if not next(heads):
-                        model.get_submodule(layer.output_projection.module).weight[:, list(columns)] = 0
-            rows = [len(b["labels"]) for b in batches]
-            return sum(model(**b).loss.item() * n for b, n in zip(batches, rows, strict=True)) / sum(rows)
-    finally:
-        model.load_state_dict(saved)
+    silent, heads = copy.deepcopy(model), iter(kept)
+    with torch.no_grad():
+        for layer in hp.find_attention(model, batches[0]):
+            for columns in layer.output_projection.features:
+                if not next(heads):
+                    output_weight(silent, layer)[0][:, list(columns)] = 0
+        rows = [len(b["labels"]) for b in batches]
+        return sum(silent(**b).loss.item() * n for b, n in zip(batches, rows, strict=True)) / sum(rows)
 
 
 def duplicated(model: nn.Module) -> nn.Module:
@@ -123,10 +117,7 @@ def scaled(model: nn.Module, layer: hp.AttentionLayer, head: int, factor: float)
     weight, plain = output_weight(other, layer)
     columns = list(layer.output_projection.features[head])
     with torch.no_grad():
-        if plain:
-            weight[:, columns] *= factor
-        else:
-            weight[columns] *= factor
+        (weight if plain else weight.T)[:, columns] *= factor
     return other
 
 

@@ -1,16 +1,18 @@
 """Writes pruned folders with the transformers that is installed, for tests that later ones load them.
 
-``tests/support/saved_by_transformers/VERSION/`` was written by it in environments of these versions:
+``tests/support/saved_by_transformers/VERSION.zip`` was written by it in environments of these versions:
 
     python -m venv old && old/bin/pip install torch==2.13.0 transformers==VERSION && old/bin/pip install -e .
-    old/bin/python -m tests.support.saved_by_transformers tests/support/saved_by_transformers/VERSION
+    old/bin/python -m tests.support.saved_by_transformers tests/support/saved_by_transformers/VERSION.zip
 
 The code in the folders (modeling_headprune.py) was deleted from all but 5.0.0/t5: it is 40 KB each time, and differs in names.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import transformers as tf
@@ -70,5 +72,14 @@ def write(target: Path) -> None:
         save_file({**example, "logits": logits(model, example)}, target / f"{name}.safetensors")
 
 
+def unpacked(target: Path) -> Path:
+    """The folders, by version and name."""
+    for archive in Path(__file__).with_suffix("").glob("*.zip"):
+        shutil.unpack_archive(archive, target / archive.stem)
+    return target
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    with tempfile.TemporaryDirectory() as made:
+        write(Path(made))
+        shutil.make_archive(sys.argv[1].removesuffix(".zip"), "zip", made)

@@ -20,15 +20,12 @@ from headprune.app.folders import Folder, claimed
 from headprune.errors import HeadPruneError
 from headprune.parallel import Ranks, current, launcher_ranks
 from headprune.scoring import Settings
-from tests.support.zoo import labelled, randomise, text
+from tests.support.zoo import bert, labelled, randomise, sizes, text
 
 
 def small() -> tuple[nn.Module, list[dict[str, Tensor]]]:
     """A BERT with three layers of four heads, and batches of 6, 2, 5, 4 and (ragged) 1 examples."""
-    config = tf.BertConfig(
-        vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=48, pad_token_id=0,
-    )  # fmt: skip
-    model = randomise(tf.BertForSequenceClassification(config))
+    model, _ = bert()
     return model, [labelled(model, text(rows, 7, seed=rows), seed=rows) for rows in (6, 2, 5, 4, 1)]
 
 
@@ -208,10 +205,8 @@ def finetuned(
     from headprune.app.options import FinetuneOptions, Mixture
     from tests.support.finetuning import tuned
 
-    config = tf.BertConfig(
-        vocab_size=100, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, pad_token_id=0,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    config = tf.BertConfig(**sizes("sdpa", num_hidden_layers=2, **dropouts))
     dense = randomise(tf.BertForSequenceClassification(config)).double()
     batches = [labelled(dense, text(rows, 7, seed=rows), seed=rows) for rows in (6, 2, 5, 4, 1)]
     pruned = copy.deepcopy(dense)
@@ -220,12 +215,12 @@ def finetuned(
     options = FinetuneOptions(
         epochs=steps / 5, seed=1, learning_rate=1e-3, mixture=Mixture(alpha=alpha, hidden_states=hidden)
     )
-    sizes: set[int] = set()
+    rows: set[int] = set()
     loss = finetune.DistillationLoss.forward
 
     def noting(self: Any, batch: Any) -> Tensor:
         if self.student.training:
-            sizes.add(len(batch["labels"]))
+            rows.add(len(batch["labels"]))
         return loss(self, batch)
 
     finetune.DistillationLoss.forward = noting  # type: ignore[method-assign]
@@ -235,6 +230,6 @@ def finetuned(
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
         "history": training.history,
         "best": training.best,
-        "largest": max(sizes),
+        "largest": max(rows),
         "moved": float((next(model.parameters()) - next(pruned.parameters())).detach().abs().max()),
     }
