@@ -121,7 +121,9 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int
         signed: Whether scores below 0 say that a head is harmful.
     """
     flat = sorted(v for _, values, _ in rows for v in values)
-    exponent = _exponent(max(map(abs, flat), default=1.0))
+    largest = max(map(abs, flat), default=1.0)
+    # A power of ten in steps of three, for values below 1: the largest is at least 1 when divided by it.
+    exponent = max(3 * math.floor(math.log10(largest) / 3), -12) if 0 < largest < 1 else 0
     widest = max((len(values) for _, values, _ in rows), default=0)
     numbers = widest <= _WIDE
     unit = f", in 1e{exponent}" if numbers and exponent else ""
@@ -140,8 +142,3 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int
             cells.append(Text(f" {text} ", style=f"black on {colour}"))
         table.add_row(f"{label} ", *cells)
     return table
-
-
-def _exponent(largest: float) -> int:
-    """A power of ten in steps of three, for values below 1: the largest is at least 1 when divided by it."""
-    return max(3 * math.floor(math.log10(largest) / 3), -12) if 0 < largest < 1 else 0

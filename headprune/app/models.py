@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from headprune import checkpoint
@@ -128,8 +129,6 @@ def _explained(source: str, problem: str, hint: str) -> Iterator[None]:
 
 
 def config_of(source: str, common: dict[str, Any]) -> Any:
-    import transformers
-
     problem = f"There is no model {source!r}: no such folder, and it could not be loaded from the Hugging Face hub"
     hint = "Check the spelling, the network (HF_HUB_OFFLINE), and your access to it."
     if Path(source).is_dir():
@@ -167,8 +166,6 @@ def _load_dense(
         HeadPruneError: It does not load, some of its weights are missing (a head with random weights would be measured as if it were
             trained), or it is another model than its config says.
     """
-    import transformers
-
     auto, placing = getattr(transformers, kind.auto_class), sources.placing_of(options)
     with _explained(source, f"{source} does not load as {kind.auto_class}", "Check --task and the folder."):
         model, info = auto.from_pretrained(
@@ -301,8 +298,6 @@ def _check_numbers(model: nn.Module, source: str) -> None:
 
 
 def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
-    import transformers
-
     name, what = _PROCESSORS[kind.modality]
     name = "AutoProcessor" if kind.name == "speech-seq2seq" else name
     hint = f"Put the {what}'s files into the folder (for instance with {what.replace(' ', '_')}.save_pretrained)."

@@ -10,21 +10,19 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from headprune import checkpoint
+from headprune.app.options import LoadOptions
 from headprune.errors import HeadPruneError, check_text, first_line, registered
 from headprune.files import recover_folder
 from headprune.fingerprint import HALVES
 from headprune.inputs import model_device
 from headprune.offload import Offloaded
-
-if TYPE_CHECKING:
-    from headprune.app.options import LoadOptions
 
 
 def check_source(source: str) -> None:

@@ -17,7 +17,7 @@ from headprune.app.models import LoadedModel, positions_of
 from headprune.app.options import DataOptions
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
-from headprune.inputs import LABELS
+from headprune.inputs import unlabelled
 
 Row = Mapping[str, Any]
 Feature = dict[str, Any]
@@ -112,7 +112,7 @@ class Encoder:
     def identity(self, feature: Feature) -> Any:
         """What makes two examples the same input; of a masked text the text before it was masked."""
         if not self.encoding.masks:
-            return {k: v for k, v in feature.items() if k not in LABELS}
+            return unlabelled(feature)
         pairs = zip(feature["input_ids"], feature["labels"], strict=True)
         return [token if label == IGNORED else label for token, label in pairs]
 

@@ -32,7 +32,6 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.exporting import Exported, export, format_named, is_exported, time_onnx
 from headprune.inputs import LABELS, writes
-from headprune.latency import LatencyRow
 from headprune.offload import copied
 from headprune.parallel import current
 from headprune.planning import Order
@@ -109,21 +108,23 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
     dense, pruned = context.measure("dense", scene.model), context.measure(f"pruned {asked}", model)
     drawn = [order.plan(plan.kept).drop for order in controls]
     random = [context.measure(f"random {asked} {i}", drop, repaired=True) for i, drop in enumerate(drawn)]
+    # The random control gets all fits of single layers, and nothing else.
+    further = repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
     like_random = pruned
-    if trained or _differs_from_control(repair):
+    if trained or further:
         like_random = context.measure(f"like control {asked}", plan.drop, repaired=True)
     repaired = None
     if repair is not None:
-        without = context.measure(f"unrepaired {asked}", plan.drop)
-        layers = documents.Measured.of(like_random, metric) if _differs_from_control(repair) else None
-        gain = compare(without, pruned, metric)
+        unrepaired = context.measure(f"unrepaired {asked}", plan.drop)
+        without, alone = (documents.Measured.of(each, metric) for each in (unrepaired, like_random))
+        gain = compare(unrepaired, pruned, metric)
         repaired = documents.Repaired(
-            **vars(repair), without=documents.Measured.of(without, metric), layers_alone=layers, gain=gain
+            **vars(repair), without=without, layers_alone=alone if further else None, gain=gain
         )
     result = documents.BudgetResult(
         **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")},
         name=head_count(plan.kept),
-        budget=_budget_reading(scene, fit),
+        budget=_budget_record(scene, fit),
         notes=(*plan.notes, *filter(None, [saved.note])),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
         pruned=documents.Measured.of(pruned, metric),
@@ -143,11 +144,6 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
         loads=checkpoint.load_call(path).code(),
     )
     return result, model
-
-
-def _differs_from_control(repair: Repair | None) -> bool:
-    """Whether a repair is not what the random control gets: all fits of single layers, and nothing else."""
-    return repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
 
 
 def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, part: Part) -> documents.AlsoMeasured:
@@ -233,14 +229,13 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
     )
 
 
-def _budget_reading(scene: Scene, fit: Fit) -> documents.BudgetRecord:
+def _budget_record(scene: Scene, fit: Fit) -> documents.BudgetRecord:
     """A budget as it was asked for, and what the plan was measured to cost."""
     budget, reading = fit.budget, fit.reading
     if budget is None or reading is None:
         return documents.BudgetRecord(asked=fit.plan.budget)
-    return documents.BudgetRecord.of(
-        budget, reading, *latency.example_shape(budget_input(scene)) if budget.timed else ()
-    )
+    shape = latency.example_shape(budget_input(scene)) if budget.timed else ()
+    return documents.BudgetRecord.of(budget, reading, *shape)
 
 
 # -- times -------------------------------------------------------------------------------------------
@@ -274,7 +269,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
 
 def time_parts(
     model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Heads],
-    timed: Sequence[LatencyRow], console: Console,
+    timed: Sequence[latency.LatencyRow], console: Console,
 ) -> tuple[documents.TimeParts, ...]:  # fmt: skip
     """What the dense model's passes spend their time on, with the most that each plan can gain of it.
 

@@ -59,8 +59,7 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, **about: 
             if is_out_of_memory(error) or isinstance(error, OSError):
                 raise
             note = f"Saved in float32: in {_name(half)}, as it was stored, the model does not work here ({first_line(error)})."
-    saved = _saved(scene, model, path, tolerance, about)
-    return replace(saved, note=note)
+    return replace(_saved(scene, model, path, tolerance, about), note=note)
 
 
 def load(scene: Scene, path: Path) -> nn.Module:
@@ -100,7 +99,6 @@ def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float, about: 
     )  # fmt: skip
     reloaded = load(scene, path)
     if half:
-        dtype = half
         widen(model)
     example = move(scene.example, model_device(model))
     with torch.inference_mode():
@@ -110,7 +108,7 @@ def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float, about: 
         raise PruneError(
             f"The saved model answers differently after loading (by {difference:.2g}).", "Please report this."
         )
-    return Saved(_name(dtype), difference, weights)
+    return Saved(_name(half or dtype), difference, weights)
 
 
 def dense_weights(scene: Scene) -> tuple[int, str]:

@@ -19,11 +19,10 @@ from headprune.app.sources import placed
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
-from headprune.inputs import first_rows
+from headprune.inputs import first_rows, without_labels
 from headprune.parallel import current
 from headprune.plan_search import SearchConsole
-from headprune.scoring import HeadScores, method_named
-from headprune.scoring.base import method_and_settings
+from headprune.scoring import HeadScores, method_and_settings, method_named
 from headprune.trace import find_attention
 
 Console = SearchConsole
@@ -59,13 +58,11 @@ class Scene:
 
     def typical_input(self, batch: int = 1) -> dict[str, Any]:
         """Examples of median length, without labels where the model does not need them."""
-        example: dict[str, Any] = self.parts.report.typical(min(batch, len(self.parts.report)))
+        example = self.parts.report.typical(min(batch, len(self.parts.report)))
         if len(self.parts.report) < batch:
             example = {k: torch.cat([v] * (batch // len(v) + 1))[:batch] for k, v in example.items()}
-        example = first_rows(example, batch)
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            return example
-        return {k: v for k, v in example.items() if k not in ("labels", "start_positions", "end_positions")}
+        typical: dict[str, Any] = first_rows(without_labels(self.model, example), batch)
+        return typical
 
 
 def open_scene(options: Options, console: Console, *, labelled: bool | None = True) -> Scene:

@@ -15,12 +15,10 @@ from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import interval, measurable
 from headprune.options import SearchOptions
-from headprune.plan_search import SearchResult
 from headprune.planning import AUTO, Order, Search, abouts, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
-from headprune.scoring import HeadScores, score
-from headprune.scoring.base import method_and_settings
+from headprune.scoring import HeadScores, method_and_settings, score
 from headprune.store import Store
 from headprune.trials import Trials
 
@@ -89,7 +87,7 @@ class PruneConfig:
         """The scores to plan by: those asked for, and random only if there is nothing else."""
         return plan_search.candidates([s for s in scores if s.method in self.method_names] if self.methods else scores)
 
-    def planning(self, result: SearchResult) -> Planning:
+    def planning(self, result: plan_search.SearchResult) -> Planning:
         """How the plans were made, for the report."""
         if self.plan is not None:
             return Planning(plan=self.plan_file)
@@ -99,10 +97,6 @@ class PruneConfig:
             min_heads_per_layer=search.min_heads_per_layer, effort=effort_named(search.effort), work=dict(result.work),
             judged_by=result.judged_by, compared=result.compared,
         )  # fmt: skip
-
-    def facts(self) -> list[object]:
-        """What results depend on, beside the model, the data and the scores."""
-        return [self.search, self.plan, self.plan_file, self.finetune]
 
     def check_placement(self) -> None:
         """Refuse what a model that is spread over devices cannot do, before it is loaded.
@@ -159,7 +153,7 @@ def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> 
 
 def search_or_plan(
     scene: Scene, config: PruneConfig, scores: Sequence[HeadScores], trials: Trials, console: Console
-) -> SearchResult:
+) -> plan_search.SearchResult:
     """For every budget a plan that meets it; or the user's plan.
 
     Raises:
@@ -170,8 +164,7 @@ def search_or_plan(
             config.search, scores, trials, lambda budget: subject_for(budget, scene, trials), console
         )
     config.plan.check_model(scene.model)
-    config.plan.on(scene.layers)  # a layer that cannot be masked is refused by name
-    return SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
+    return plan_search.SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
 
 
 def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> Subject:
@@ -192,7 +185,7 @@ def random_orders(scene: Scene, config: PruneConfig, fits: Sequence[Fit]) -> lis
     return orders
 
 
-def curves(config: PruneConfig, result: SearchResult, trials: Trials) -> dict[str, Order]:
+def curves(config: PruneConfig, result: plan_search.SearchResult, trials: Trials) -> dict[str, Order]:
     """The orders whose curves are drawn: of those that `auto` makes itself the one that is used, or the best one, beside the scores'."""
     orders, fits = dict(result.orders), result.fits
     own = [name for name, order in orders.items() if not order.method]

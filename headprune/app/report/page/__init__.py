@@ -21,6 +21,7 @@ from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Documents, Section, Strong, Table, block_of, blocks_of
 from headprune.app.report.sections.heads import basis
 from headprune.app.report.sections.opening import loading
+from headprune.inputs import map_leaves
 from headprune.scoring.scores import HeadScores
 
 
@@ -143,10 +144,9 @@ def _attention(documents: Documents) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A value as JSON can hold it: numbers that are not finite as null, texts without control characters."""
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, str):
-        return visible(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    def plain(leaf: Any) -> Any:
+        unknown = isinstance(leaf, float) and not math.isfinite(leaf)
+        return visible(leaf) if isinstance(leaf, str) else None if unknown else leaf
+
+    return map_leaves(value, plain)

@@ -14,12 +14,12 @@ from headprune import latency
 from headprune.amounts import code
 from headprune.app.report import content, numbers, verdict
 from headprune.app.report.content import Block, Documents, Figure, Markdown, Section, blocks_of, text_of
-from headprune.app.report.sections import heads, measured, opening, plans, trust
+from headprune.app.report.sections import heads, measured, opening, plans
 
 TEMPLATE = (resources.files("headprune.app.report") / "report.md.j2").read_text("utf-8")
 ROOMS = {
     "content": content, "numbers": numbers, "verdict": verdict, "of_heads": heads, "measured": measured, "opening": opening,
-    "plans": plans, "trust": trust, "latency": latency,
+    "plans": plans, "latency": latency,
 }  # fmt: skip
 """What the template may call."""
 _FOLD = "\x1e"  # which no text holds once it is escaped
@@ -52,7 +52,7 @@ def _template(text: str) -> jinja2.Template:
 
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(finalize=escaped, **options)
-    environment.filters["commas"] = "{:,}".format
+    environment.filters |= {"commas": "{:,}".format, "to_repeat": numbers.to_repeat}
     environment.globals |= {"code": code, "fold": lambda summary: Markdown(f"{_FOLD}{summary}{_FOLD}")}
     return environment.from_string(text)
 
