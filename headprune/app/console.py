@@ -83,10 +83,8 @@ class Console:
             task = bars.add_task(label, total=None)
 
             def update(done: int, total: int, note: str = "") -> None:
-                bars.update(
-                    task, completed=done, total=total, description=f"{label} ({note})" if note else label,
-                    updated=time.monotonic(),
-                )  # fmt: skip
+                text = f"{label} ({note})" if note else label
+                bars.update(task, completed=done, total=total, description=text, updated=time.monotonic())
 
             yield update
 

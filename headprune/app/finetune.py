@@ -146,10 +146,8 @@ def _arguments(folder: Path, options: FinetuneOptions, pruned: nn.Module) -> Tra
     )  # fmt: skip
     arguments._n_gpu = min(arguments.n_gpu, 1)  # no DataParallel: it would split batches among all GPUs
     if torch.empty(0, device=arguments.device).device != device:
-        raise HeadPruneError(
-            f"The model is on {device}, and transformers' Trainer trains on {arguments.device}.",
-            "Choose a GPU with CUDA_VISIBLE_DEVICES.",
-        )
+        hint = "Choose a GPU with CUDA_VISIBLE_DEVICES."
+        raise HeadPruneError(f"The model is on {device}, and transformers' Trainer trains on {arguments.device}.", hint)
     return arguments
 
 

@@ -89,8 +89,8 @@ def _finetune_options(
     if teacher is None and split_revision(before.model)[0] == model:
         model = before.model  # with its revision
     device = before.loading.device if loading.device == "auto" else loading.device
-    own = over(before.data, data, typed - {"seed"})  # that is the training's
-    return Options(model, own, replace(loading, task=task, device=device))
+    # The seed that is typed is the training's.
+    return Options(model, over(before.data, data, typed - {"seed"}), replace(loading, task=task, device=device))
 
 
 @command("`headprune report reports/digits`")
@@ -140,10 +140,8 @@ def export(
     source = Path(model.rstrip("/"))
     file = output or (source.parent if source.is_dir() else Path()) / f"{source.name}{chosen.suffix}"
     exporting.check_place(file, to, dtype or "float32", overwrite)
-    loaded = load_model(
-        model, LoadOptions(task, device="cpu", trust_remote_code=trust_remote_code), any_task=True,
-        with_processor=chosen.tokenizer or None,
-    )  # fmt: skip
+    loading = LoadOptions(task, device="cpu", trust_remote_code=trust_remote_code)
+    loaded = load_model(model, loading, any_task=True, with_processor=chosen.tokenizer or None)
     stored = str(loaded.stored or "float32").removeprefix("torch.")
     console.say(*loaded.notes, f"writing {file} and trying it …")
     dtype = dtype or (stored if chosen.as_stored and stored in chosen.dtypes else "float32")

@@ -79,10 +79,8 @@ def place(dataset: str, split: str) -> str:
 
 def _load_file(path: Path, streaming: bool = False) -> Any:
     suffix = path.suffix.lower()
-    extra = {"delimiter": "\t"} if suffix == ".tsv" else {}
-    return datasets.load_dataset(
-        BUILDERS[suffix], data_files=glob.escape(str(path)), split="train", streaming=streaming, **extra
-    )
+    file, extra = glob.escape(str(path)), {"delimiter": "\t"} if suffix == ".tsv" else {}
+    return datasets.load_dataset(BUILDERS[suffix], data_files=file, split="train", streaming=streaming, **extra)
 
 
 # -- what cannot be read ------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from jinja2 import UndefinedError
 
 from headprune import checkpoint
 from headprune.app import pictures
-from headprune.app.report import page
+from headprune.app.report import page, sections
 from headprune.app.report.cards import pruned_card
 from headprune.app.report.content import Documents, markdown
-from headprune.app.report.sections import sections_of
 from headprune.app.runs import PARTS, RunFolder
 from headprune.errors import HeadPruneError
 from headprune.files import write_file
@@ -55,9 +54,9 @@ def write(folder: RunFolder) -> None:
 
 def _files(documents: Documents) -> dict[str, bytes]:
     """Everything that a report consists of, by the names of its files."""
-    sections, figures = sections_of(documents)
+    parts, figures = sections.sections_of(sections.TEMPLATE, documents=documents)
     what = "Every head" if documents.metrics is None else "Every size and every head"
     link = f"{what}, and what it attends to: [report.html](report.html), one file for a browser, no network needed."
     painted = {figure.file: pictures.png(figure.draw()) for figure in figures}
-    texts = {"report.md": markdown(sections, link), "report.html": page.render(documents, sections, painted)}
+    texts = {"report.md": markdown(parts, link), "report.html": page.render(documents, parts, painted)}
     return painted | {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}

@@ -92,10 +92,8 @@ def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScor
         widths = [p.weight.shape[1] for p in trials.calibration.projections]
         fits = (points + plans * _MEASURED) * sum(_SOLVE * width**3 / 100 for width in widths)
     once = forward / sum(map(cost_of, batches))
-    timing = sum(
-        (plans + 2) * max(latency.MIN_SECONDS, latency.MIN_RUNS * once * cost_of(example)) + 1.5
-        for _, _, example in inputs(scene)
-    )
+    passed = (latency.MIN_RUNS * once * cost_of(example) for _, _, example in inputs(scene))
+    timing = sum((plans + 2) * max(latency.MIN_SECONDS, seconds) + 1.5 for seconds in passed)
     if config.finetune:
         # For as many examples as are scored: what there is to train on is not read yet.
         passes += 4 * config.finetune * plans

@@ -135,9 +135,8 @@ def plan_run(config: search.PruneConfig, console: Console) -> tuple[list[HeadSco
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
-    return scores, search.search_or_plan(
-        scene, config, config.candidates(scores), search.trials_of(scene, config), console
-    )
+    trials = search.trials_of(scene, config)
+    return scores, search.search_or_plan(scene, config, config.candidates(scores), trials, console)
 
 
 def open_to_prune(config: search.PruneConfig, scores: Sequence[HeadScores], console: Console) -> Scene:
@@ -171,9 +170,8 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
     if half := scene.loaded.stored:
-        console.say(
-            f"{config.options.model} is stored in {str(half).removeprefix('torch.')}: pruned models are saved so, too."
-        )
+        dtype = str(half).removeprefix("torch.")
+        console.say(f"{config.options.model} is stored in {dtype}: pruned models are saved so, too.")
     methods = config.methods if source else config.methods_to_score
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
@@ -239,10 +237,7 @@ def _search(context: results.PruneContext, scores: Sequence[HeadScores]) -> Sear
 
 
 def _metrics(
-    context: results.PruneContext,
-    result: SearchResult,
-    curve: Sequence[documents.Point],
-    pruned_models: Sequence[results.CarriedOut],
+    context: results.PruneContext, result: SearchResult, curve: list[documents.Point], models: list[results.CarriedOut]
 ) -> documents.Metrics:
     """What metrics.json says, with the times and the exports, which are made here."""
     scene, metric = context.scene, context.scene.metric
@@ -263,17 +258,17 @@ def _metrics(
             weights=weights,
             dtype=dtype,
         ),
-        budgets=tuple(budget for budget, _ in pruned_models),
+        budgets=tuple(budget for budget, _ in models),
         curve=tuple(curve),
         also=tuple(
             documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also
         ),
-        **_times(context, pruned_models),
+        **_times(context, models),
     )
 
     def export() -> documents.Metrics:
-        models = results.export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))
-        return replace(metrics, exports=models, engines=results.time_exports(context, models))
+        exports = results.export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))
+        return replace(metrics, exports=tuple(exports), engines=tuple(results.time_exports(context, exports)))
 
     return current().first("exports", export) if context.config.exports else metrics
 
@@ -298,11 +293,9 @@ def _times(context: results.PruneContext, pruned_models: Sequence[results.Carrie
             console.say(f"The report will have no {name}, which could not be measured ({why}).")
             return ()
 
-    parts = partial(results.time_parts, scene.model, scene.layers, shapes, plans, latencies.rows, console)
-    tokens = partial(results.time_generation, models, prompts, console)
-    more = {
-        name: partial(first, partial(attempt, name, make)) for name, make in (("time", parts), ("generation", tokens))
-    }
+    parts: Any = partial(results.time_parts, scene.model, scene.layers, shapes, plans, latencies.rows, console)
+    makes = {"time": parts, "generation": partial(results.time_generation, models, prompts, console)}
+    more = {name: partial(first, partial(attempt, name, make)) for name, make in makes.items()}
     return {"latency": latencies, **{name: store.get(f"{name} {environment}", make) for name, make in more.items()}}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -64,7 +64,7 @@ class PruneContext:
     environment: documents.Environment
 
     def measure(
-        self, name: str, what: nn.Module | Heads, also: Part | None = None, *, repaired: bool = False
+        self, name: str, what: nn.Module | Heads, also: Part | None = None, repaired: bool = False
     ) -> Measurement:
         """A model, or the dense one with heads masked, on the reporting part, or on a second dataset.
 
@@ -117,10 +117,8 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
     if repair is not None:
         unrepaired = context.measure(f"unrepaired {asked}", plan.drop)
         without, alone = (documents.Measured.of(each, metric) for each in (unrepaired, like_random))
-        gain = compare(unrepaired, pruned, metric)
-        repaired = documents.Repaired(
-            **vars(repair), without=without, layers_alone=alone if further else None, gain=gain
-        )
+        gain, layers_alone = compare(unrepaired, pruned, metric), alone if further else None
+        repaired = documents.Repaired(**vars(repair), without=without, layers_alone=layers_alone, gain=gain)
     result = documents.BudgetResult(
         **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")},
         name=head_count(plan.kept),
@@ -153,9 +151,8 @@ def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, pa
     pruned = context.measure(f"pruned {plan.asked}", model, part)
     if context.config.search.repair or context.config.finetune:
         gain = compare(context.measure(f"unrepaired {plan.asked}", plan.drop, part), pruned, metric)
-    return documents.AlsoMeasured(
-        pruned=documents.Measured.of(pruned, metric), change=compare(dense, pruned, metric), gain=gain
-    )
+    measured, change = documents.Measured.of(pruned, metric), compare(dense, pruned, metric)
+    return documents.AlsoMeasured(pruned=measured, change=change, gain=gain)
 
 
 def mean_of(measurements: Sequence[Measurement]) -> Measurement:
@@ -169,22 +166,15 @@ def guessing(scene: Scene) -> float | None:
     if scene.metric == "perplexity":
         size = getattr(scene.loaded.config.get_text_config(), "vocab_size", None)
         return float(size) if isinstance(size, int) else None
-    return most_frequent(scene.parts.report.features)
-
-
-def most_frequent(features: Iterable[Mapping[str, Any]]) -> float | None:
-    """The accuracy of always giving the most frequent label; None where labels are no classes.
-
-    Where an example has several labels at once, each has a most frequent value of its own; so have an answer's start and end.
-    """
+    # Where an example has several labels at once, each has a most frequent value of its own; so have an answer's start and end.
     counts: dict[tuple[str, int], Counter[float]] = {}
-    for feature in features:
+    for feature in scene.parts.report.features:
         for name in LABELS:
             labels = feature.get(name, [])
             for i, label in enumerate(labels if isinstance(labels, list) else [labels]):
                 several = isinstance(label, float)  # classes are whole numbers; several at once are 0.0 or 1.0
                 if several and label not in (0.0, 1.0):
-                    return None
+                    return None  # labels are no classes
                 if label != IGNORED:
                     counts.setdefault((name, i if several else 0), Counter())[label] += 1
     total = sum(count.total() for count in counts.values())
@@ -215,7 +205,7 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
     from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
 
     scene, console = context.scene, context.console
-    before = evaluate(pruned, scene.parts.report.batches())
+    before = documents.Measured.of(evaluate(pruned, scene.parts.report.batches()), scene.metric)
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
     console.say(*notes)
     options = FinetuneOptions(epochs=context.config.finetune, seed=scene.options.seed)
@@ -224,9 +214,7 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
             pruned, scene.model, train, scene.parts.choose, options, context.content.path.parent / f"finetune-{asked}",
             metric=scene.metric, progress=progress, say=console.say,
         )  # fmt: skip
-    return model, documents.Trained(
-        **vars(training), options=options, before=documents.Measured.of(before, scene.metric)
-    )
+    return model, documents.Trained(**vars(training), options=options, before=before)
 
 
 def _budget_record(scene: Scene, fit: Fit) -> documents.BudgetRecord:
@@ -312,9 +300,7 @@ def _everything(layers: Sequence[AttentionLayer]) -> Heads:
     return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
 
 
-def export_models(
-    context: PruneContext, results: Sequence[documents.BudgetResult]
-) -> tuple[documents.ExportedModel, ...]:
+def export_models(context: PruneContext, results: Sequence[documents.BudgetResult]) -> list[documents.ExportedModel]:
     """Every pruned model in every format, beside the checkpoints. What a format cannot express is said, and loses nothing."""
     models, store = [], context.store
     for name in dict.fromkeys(context.config.exports):
@@ -322,16 +308,14 @@ def export_models(
             file = context.content.path / f"{result.checkpoint}{format_named(name).suffix}"
             if not file.exists():  # a publication took it
                 store.forget(f"export {file.name}")
-            model = store.get(f"export {file.name}", partial(_export_result, context, name, result, file))
+            model = store.get(f"export {file.name}", partial(_exported, context, name, result, file))
             for line in model.notes if model.file else (model.summary, *model.notes):
                 context.console.say(f"{file.name}: {line}")
             models.append(model)
-    return tuple(models)
+    return models
 
 
-def time_exports(
-    context: PruneContext, models: Sequence[documents.ExportedModel]
-) -> tuple[documents.EngineLatency, ...]:
+def time_exports(context: PruneContext, models: Sequence[documents.ExportedModel]) -> list[documents.EngineLatency]:
     """The models of each format against the dense one, on the inputs that the run times; of formats whose engine can be timed here."""
     rows = []
     for name in dict.fromkeys(model.format for model in models):
@@ -339,12 +323,10 @@ def time_exports(
         if files and all(map(is_exported, files.values())):
             make = partial(_time_format, context, name, files)
             rows.append(context.store.get(f"latency {name} {context.environment}", make))
-    return tuple(rows)
+    return rows
 
 
-def _export_result(
-    context: PruneContext, name: str, result: documents.BudgetResult, file: Path
-) -> documents.ExportedModel:
+def _exported(context: PruneContext, name: str, result: documents.BudgetResult, file: Path) -> documents.ExportedModel:
     facts: dict[str, Any] = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
     trusted = context.scene.options.loading.trust_remote_code
     try:

@@ -105,9 +105,8 @@ def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float, about: 
         pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
         difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
     if not difference <= tolerance:
-        raise PruneError(
-            f"The saved model answers differently after loading (by {difference:.2g}).", "Please report this."
-        )
+        hint = "Please report this."
+        raise PruneError(f"The saved model answers differently after loading (by {difference:.2g}).", hint)
     return Saved(_name(half or dtype), difference, weights)
 
 

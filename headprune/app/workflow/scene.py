@@ -146,10 +146,8 @@ def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) ->
             )
     run = source.read_run()
     for what in run.model.other_now(run.environment, config_hash(scene.model), processor_hash(scene.loaded.processor)):
-        raise ScoresError(
-            f"The {what} of {scene.options.model} has changed since {source.path} was scored.",
-            "Restore it, or score again.",
-        )
+        hint = "Restore it, or score again."
+        raise ScoresError(f"The {what} of {scene.options.model} has changed since {source.path} was scored.", hint)
     before, then, now = run.options.data, run.parts.score, Examples.of(scene.parts.score)
     changed = changed_options(before, scene.options.data)
     if then.same(now):
@@ -160,10 +158,8 @@ def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) ->
         return [note]
     flags = " and ".join(flag for flag in changed if flag != "--report-limit")
     if not flags:
-        raise ScoresError(
-            f"{before.dataset} no longer holds the examples that were scored for {source.path}.",
-            "Score again, or restore the data.",
-        )
+        hint = "Score again, or restore the data."
+        raise ScoresError(f"{before.dataset} no longer holds the examples that were scored for {source.path}.", hint)
     raise ScoresError(
         f"The scores in {source.path} are of {then.examples:,} examples of {then.split!r}; with {flags} the scoring part "
         f"is another one ({now.examples:,} of {now.split!r}), and a run has one, for scores and repair.",
@@ -181,9 +177,8 @@ def seen_before(parts: DataParts, before: DataParts, same_data: bool) -> int:
     inputs = {key for part in used for key in part.inputs}
     rows = {(part.split, row) for part in used for row in part.rows} if same_data else set()
     report = parts.report
-    return sum(
-        key in inputs or (report.split, row) in rows for key, row in zip(report.inputs, report.rows, strict=True)
-    )
+    examples = zip(report.inputs, report.rows, strict=True)
+    return sum(key in inputs or (report.split, row) in rows for key, row in examples)
 
 
 def changed_options(before: DataOptions, now: DataOptions) -> list[str]:

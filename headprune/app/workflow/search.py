@@ -77,10 +77,8 @@ class PruneConfig:
         scores = self.source.read_scores()
         known = [s.method for s in scores]
         if missing := [m for m in self.method_names if m not in known]:
-            raise ScoresError(
-                f"{self.source.scores_path} holds no scores by {missing[0]}.",
-                f"It has {', '.join(known)}; score again with --method {missing[0]}.",
-            )
+            hint = f"It has {', '.join(known)}; score again with --method {missing[0]}."
+            raise ScoresError(f"{self.source.scores_path} holds no scores by {missing[0]}.", hint)
         return scores
 
     def candidates(self, scores: Sequence[HeadScores]) -> list[HeadScores]:
@@ -121,9 +119,8 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
     if config.plan is not None:
         config.plan.on(scene.layers)
         if not any(config.plan.drop.values()):
-            raise HeadPruneError(
-                f"The plan {config.plan_file} drops no head.", 'Name some in its `drop`, such as {"L0": [3]}.'
-            )
+            hint = 'Name some in its `drop`, such as {"L0": [3]}.'
+            raise HeadPruneError(f"The plan {config.plan_file} drops no head.", hint)
     else:
         plan_search.constraints_of(config.search, scene.maskable)
         for budget in config.search.budgets:
@@ -229,8 +226,7 @@ def trade_off(
             measured = trials.measure(plan.drop)
             low, high = interval(measured, trials.metric)
             value, loss = measured.metrics[trials.metric], measured.metrics["loss"]
-            curve.append(
-                Point(method=name, kept=plan.kept, asked=plan.asked, value=value, low=low, high=high, loss=loss)
-            )
+            point = Point(method=name, kept=plan.kept, asked=plan.asked, value=value, low=low, high=high, loss=loss)
+            curve.append(point)
             progress(i + 1, len(jobs))
     return curve

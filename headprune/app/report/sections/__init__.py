@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 from collections.abc import Callable
 from importlib import resources
 from typing import Any
@@ -13,10 +14,12 @@ import jinja2
 from headprune import latency
 from headprune.amounts import code
 from headprune.app.report import content, numbers, verdict
-from headprune.app.report.content import Block, Documents, Figure, Markdown, Section, blocks_of, text_of
+from headprune.app.report.content import Block, Figure, Markdown, Section, blocks_of, text_of
 from headprune.app.report.sections import heads, measured, opening, plans
 
-TEMPLATE = (resources.files("headprune.app.report") / "report.md.j2").read_text("utf-8")
+TEMPLATE, FINETUNED = (
+    (resources.files("headprune.app.report") / name).read_text("utf-8") for name in ("report.md.j2", "finetune.md.j2")
+)
 ROOMS = {
     "content": content, "numbers": numbers, "verdict": verdict, "of_heads": heads, "measured": measured, "opening": opening,
     "plans": plans, "latency": latency,
@@ -25,7 +28,7 @@ ROOMS = {
 _FOLD = "\x1e"  # which no text holds once it is escaped
 
 
-def sections_of(documents: Documents) -> tuple[list[Section], list[Figure]]:
+def sections_of(template: str, **values: Any) -> tuple[list[Section], list[Figure]]:
     """All that a report says, in its order, and the figures in it."""
     sections: list[Section] = []
     figures: list[Figure] = []
@@ -39,7 +42,7 @@ def sections_of(documents: Documents) -> tuple[list[Section], list[Figure]]:
         figures.extend(block for block in blocks if isinstance(block, Figure))
         return blocks_of(blocks)
 
-    _template(TEMPLATE).render(ROOMS, documents=documents, section=section, show=show)
+    _template(template).render(ROOMS, **values, section=section, show=show)
     return sections, figures
 
 
@@ -52,7 +55,7 @@ def _template(text: str) -> jinja2.Template:
 
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(finalize=escaped, **options)
-    environment.filters |= {"commas": "{:,}".format, "to_repeat": numbers.to_repeat}
+    environment.filters |= {"commas": "{:,}".format, "quoted": shlex.quote, "to_repeat": numbers.to_repeat}
     environment.globals |= {"code": code, "fold": lambda summary: Markdown(f"{_FOLD}{summary}{_FOLD}")}
     return environment.from_string(text)
 

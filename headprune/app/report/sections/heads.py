@@ -12,16 +12,11 @@ from headprune import amounts
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
 from headprune.app.pictures import Drawing, new_figure
 from headprune.app.report import verdict
-from headprune.app.report.content import Block, Documents, Figure, Strong, Table, capital, notes_by_size
+from headprune.app.report.content import Block, Documents, Figure, Table, capital, notes_by_size
 from headprune.app.seeing import by_role
 from headprune.app.seeing.pictures import figure_of_all
 from headprune.scoring import METHODS
 from headprune.scoring.scores import HeadScores, agreements, chance
-
-
-def importance(rankings: Sequence[HeadScores]) -> list[Block]:
-    """What each method's scores mean."""
-    return [Strong(f"{s.method}:", f"{basis(s)}{_harmful(s)}") for s in rankings]
 
 
 def method_line(method: str) -> str:
@@ -37,7 +32,7 @@ def basis(scores: HeadScores) -> str:
     return f"{method_line(scores.method)} {'; '.join(str(fact) for fact in facts if fact)}."
 
 
-def _harmful(s: HeadScores) -> str:
+def harmful(s: HeadScores) -> str:
     """How many heads the model would be better without; "" where that is not known, or there are none."""
     values, errors = s.flat(), s.flat_stderr()
     if not (s.signed and float(values.min()) < 0 and bool(errors.isfinite().all())):

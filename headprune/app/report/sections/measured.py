@@ -28,8 +28,7 @@ def other_table(metrics: Metrics) -> Table:
             gain = f"{numbers.change(there.gain, metric)}, {there.gain.verdict}" if there.gain else "–"
             value, change = numbers.interval(there.pruned, metric), numbers.change(there.change, metric)
             rows.append((name, str(b.kept), value, change, there.change.verdict, gain)[: 5 + len(effect)])
-    head = ["data", "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", *effect]
-    return Table(head, rows)
+    return Table(["data", "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", *effect], rows)
 
 
 def metrics_table(metrics: Metrics) -> Table:

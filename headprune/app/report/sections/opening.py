@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from headprune.amounts import code, head_count
 from headprune.app.documents import BudgetResult, Examples, Metrics, Run
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Documents, Markdown, Strong, bullets, capital, command_lines, listed
+from headprune.app.report.content import Block, Markdown, Strong, bullets, capital, listed
 from headprune.app.report.sections import plans
-from headprune.app.report.sections.heads import method_line
 from headprune.evaluation import Change
-from headprune.scoring.scores import HeadScores
 from headprune.uncertainty import FEW
 
 _SHARES = {
@@ -30,27 +27,9 @@ def summary(run: Run, metrics: Metrics) -> list[Block]:
     return [Strong(headline(run, metrics)), *warnings, plans.table(metrics)]
 
 
-def next_command(run: Run) -> Markdown:
-    """What to type to prune, once heads are scored."""
-    return command_lines([f"headprune prune --keep 50%{f' -o {shlex.quote(run.folder)}' if run.folder else ''}"])
-
-
-def scored(documents: Documents) -> Markdown:
-    """The heads that matter most and least, and a caution."""
-    warnings = [Strong("Caution:", text) for text in shortened(documents.run.parts.score, "scored")]
-    return bullets([*map(_extremes, documents.rankings), *warnings])
-
-
-def _extremes(scores: HeadScores) -> str:
-    heads = scores.top(len(scores.labels()))
-    most, least = (
-        ", ".join(f"{label} ({score:.4f}{'' if error != error else f'±{error:.4f}'})" for label, score, error in some)
-        for some in (heads[:3], heads[:-4:-1])
-    )
-    return (
-        f"By {scores.method}, the heads that matter most are {most}, the ones that matter least {least} (L: layer, H: head, "
-        f"both from 0; ±: standard error; {scores.unit}). The method: {method_line(scores.method)}"
-    )
+def extremes(heads: Sequence[tuple[str, float, float]]) -> str:
+    """Heads with their scores and standard errors."""
+    return ", ".join(f"{name} ({score:.4f}{'' if error != error else f'±{error:.4f}'})" for name, score, error in heads)
 
 
 def headline(run: Run, metrics: Metrics) -> str:
