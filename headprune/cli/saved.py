@@ -50,7 +50,7 @@ def finetune(
 ) -> None:
     """Train a pruned model, with distillation from the dense one, and measure all three."""
     from headprune.app import finetune_run as room
-    from headprune.app.report.cards import finetune_table
+    from headprune.app.report import finetune_table
     from headprune.app.sources import pruned_in
 
     training = replace(training, mixture=mixture)

@@ -89,29 +89,18 @@ def run_document(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -
     """What run.json says, but for the time that it took; made before the long work, so that it is known to be writable."""
     attention = getattr(scene.model.config, "_attn_implementation", None)
     parameter = next(scene.model.parameters())
+    facts = documents.ModelFacts(
+        class_name=type(scene.model).__name__, task=scene.loaded.task.name, metric=scene.metric,
+        dtype=str(parameter.dtype).removeprefix("torch."), attention=attention if isinstance(attention, str) else None,
+        parameters=latency.parameters(scene.model), fingerprint=fingerprint(scene.model), config=config_hash(scene.model),
+        processor=processor_hash(scene.loaded.processor), heads=sum(layer.num_heads for layer in scene.layers),
+        layers=tuple(map(documents.LayerFacts.of, scene.layers)),
+    )  # fmt: skip
     return documents.Run(
-        commands=(runs.command_line(),),
-        when=runs.now(),
-        seconds=(),
-        options=scene.options,
-        methods=tuple(method_and_settings(text)[0] for text in methods),
-        environment=runs.environment(str(model_device(scene.model))),
-        **_cut_of(scene),
-        model=documents.ModelFacts(
-            class_name=type(scene.model).__name__,
-            task=scene.loaded.task.name,
-            metric=scene.metric,
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            attention=attention if isinstance(attention, str) else None,
-            parameters=latency.parameters(scene.model),
-            fingerprint=fingerprint(scene.model),
-            config=config_hash(scene.model),
-            processor=processor_hash(scene.loaded.processor),
-            heads=sum(layer.num_heads for layer in scene.layers),
-            layers=tuple(map(documents.LayerFacts.of, scene.layers)),
-        ),
-        folder=str(folder.path),
-    )
+        commands=(runs.command_line(),), when=runs.now(), seconds=(), options=scene.options,
+        methods=tuple(method_and_settings(text)[0] for text in methods), model=facts, folder=str(folder.path),
+        environment=runs.environment(str(model_device(scene.model))), **_cut_of(scene),
+    )  # fmt: skip
 
 
 def run_after(run: documents.Run, scene: Scene, folder: runs.RunFolder) -> documents.Run:
@@ -246,25 +235,15 @@ def _metrics(
     def measure(part: Part | None = None) -> documents.Measured:
         return documents.Measured.of(context.measure("dense", scene.model, part), metric)
 
+    dense = documents.Dense(
+        **vars(measure()), parameters=latency.parameters(scene.model), weights=weights, dtype=dtype,
+        flops=latency.flops(scene.model, scene.typical_input()), guessing=results.guessing(scene),
+    )  # fmt: skip
+    also = [documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also]
     metrics = documents.Metrics(
-        metric=metric,
-        environment=context.environment,
-        planning=context.config.planning(result),
-        dense=documents.Dense(
-            **vars(measure()),
-            parameters=latency.parameters(scene.model),
-            flops=latency.flops(scene.model, scene.typical_input()),
-            guessing=results.guessing(scene),
-            weights=weights,
-            dtype=dtype,
-        ),
-        budgets=tuple(budget for budget, _ in models),
-        curve=tuple(curve),
-        also=tuple(
-            documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also
-        ),
-        **_times(context, models),
-    )
+        metric=metric, environment=context.environment, planning=context.config.planning(result), dense=dense,
+        budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(context, models),
+    )  # fmt: skip
 
     def export() -> documents.Metrics:
         exports = results.export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))

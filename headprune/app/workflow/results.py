@@ -119,28 +119,19 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
         without, alone = (documents.Measured.of(each, metric) for each in (unrepaired, like_random))
         gain, layers_alone = compare(unrepaired, pruned, metric), alone if further else None
         repaired = documents.Repaired(**vars(repair), without=without, layers_alone=layers_alone, gain=gain)
+    shape = latency.example_shape(budget_input(scene)) if fit.budget and fit.budget.timed else ()
     result = documents.BudgetResult(
-        **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")},
-        name=head_count(plan.kept),
-        budget=_budget_record(scene, fit),
-        notes=(*plan.notes, *filter(None, [saved.note])),
+        **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")}, name=head_count(plan.kept),
+        budget=documents.BudgetRecord.of(fit, *shape), notes=(*plan.notes, *filter(None, [saved.note])),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
-        pruned=documents.Measured.of(pruned, metric),
-        change=compare(dense, pruned, metric),
+        pruned=documents.Measured.of(pruned, metric), change=compare(dense, pruned, metric),
         random=tuple(measurement.metrics[metric] for measurement in random),
         over_random=compare(mean_of(random), like_random, metric),
         also=tuple(_measure_also(context, plan, model, part) for part in scene.parts.also),
-        repair=repaired,
-        finetune=trained,
-        proof=proof,
-        parameters=latency.parameters(model),
-        flops=latency.flops(model, scene.typical_input()),
-        checkpoint=path.name,
-        size=size,
-        weights=saved.weights,
-        dtype=saved.dtype,
-        loads=checkpoint.load_call(path).code(),
-    )
+        repair=repaired, finetune=trained, proof=proof, parameters=latency.parameters(model),
+        flops=latency.flops(model, scene.typical_input()), checkpoint=path.name, size=size, weights=saved.weights,
+        dtype=saved.dtype, loads=checkpoint.load_call(path).code(),
+    )  # fmt: skip
     return result, model
 
 
@@ -215,15 +206,6 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
             metric=scene.metric, progress=progress, say=console.say,
         )  # fmt: skip
     return model, documents.Trained(**vars(training), options=options, before=before)
-
-
-def _budget_record(scene: Scene, fit: Fit) -> documents.BudgetRecord:
-    """A budget as it was asked for, and what the plan was measured to cost."""
-    budget, reading = fit.budget, fit.reading
-    if budget is None or reading is None:
-        return documents.BudgetRecord(asked=fit.plan.budget)
-    shape = latency.example_shape(budget_input(scene)) if budget.timed else ()
-    return documents.BudgetRecord.of(budget, reading, *shape)
 
 
 # -- times -------------------------------------------------------------------------------------------
