@@ -125,10 +125,8 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int
     widest = max((len(values) for _, values, _ in rows), default=0)
     numbers = widest <= _WIDE
     unit = f", in 1e{exponent}" if numbers and exponent else ""
-    table = Table(title=f"{title}{unit}", title_justify="left", box=None, padding=0, pad_edge=False)
-    table.add_column("")
-    for h in range(widest):
-        table.add_column(f"H{h}" if numbers else str(h % 10), justify="right")
+    columns = (Column(f"H{h}" if numbers else str(h % 10), justify="right") for h in range(widest))
+    table = Table("", *columns, title=f"{title}{unit}", title_justify="left", box=None, padding=0, pad_edge=False)
     for label, values, crossed in rows:
         cells = []
         for h, value in enumerate(values):

@@ -92,9 +92,7 @@ def _check_shown(text: str | None, image: Path | None, data: DataOptions, output
 def _print_heads(heads: Heads, head: str | None, output: Path | None, console: Console) -> None:
     """All heads, or one of them, in the last sample and on average; ``output`` is a picture of the same."""
     from headprune.app.pictures import save
-    from headprune.app.seeing import head_named, layer_of
-    from headprune.app.seeing.pictures import figure_of_all, figure_of_head
-    from headprune.app.seeing.terminal import all_heads, figures_of, one_head, role_counts, role_table
+    from headprune.app.seeing import head_named, layer_of, pictures, terminal
 
     sample = heads.samples[-1] if heads.samples else None
     colours = console.out.color_system is not None
@@ -103,11 +101,11 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
     draw: Callable[[], Any] | None = None
     if head is None:
         if sample is not None:
-            console.show(all_heads(heads, sample, console.out.width, colours))
-            draw = partial(figure_of_all, heads, sample)
+            console.show(terminal.all_heads(heads, sample, console.out.width, colours))
+            draw = partial(pictures.figure_of_all, heads, sample)
         if heads.examples > 1:
-            console.show(role_table(heads))
-        roles = "\n".join(role_counts(heads))
+            console.show(terminal.role_table(heads))
+        roles = "\n".join(terminal.role_counts(heads))
         console.result(f"\nRoles on {what}; docs/heads.md says when a head has one:\n{roles}")
         console.say(*filter(None, (layer.unseen for layer in heads.layers)))
     else:
@@ -115,11 +113,11 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
         profile, name = layer.heads[number], f"L{layer.index}.H{number}"
         document = {"head": name, **vars(profile)}
         console.result(f"{name} ({layer.name}): {profile.role}: {profile.because} ({what}).")
-        console.show(figures_of(profile))
+        console.show(terminal.figures_of(profile))
         seen = layer_of(sample, layer.index) if sample is not None else None
         if sample is not None and seen is not None:
-            console.show(one_head(sample, seen, number, colours))
-            draw = partial(figure_of_head, sample, seen, number, f"{name}: {profile.role}")
+            console.show(terminal.one_head(sample, seen, number, colours))
+            draw = partial(pictures.figure_of_head, sample, seen, number, f"{name}: {profile.role}")
     if output is not None:
         if draw is None:
             raise HeadPruneError("There is no sample to draw.", "Give --text or --image.")

@@ -160,12 +160,9 @@ def print_document(console: Console, folder: RunFolder) -> None:
 
 
 def print_times(
-    console: Console,
-    rows: Sequence[LatencyRow],
-    parts: Sequence[TimeParts] = (),
-    generation: Sequence[GenerationRow] = (),
+    console: Console, rows: Sequence[LatencyRow], parts: Sequence[TimeParts] = (), generation: Sequence[GenerationRow] = (),
     metrics: Metrics | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Latency, where the dense model's time goes, and how fast models write: what of it was measured."""
     from headprune.app.report.sections.measured import disturbance, generation_table, latency_table, time_table
 

@@ -14,9 +14,7 @@ from headprune.app import pictures
 from headprune.app.documents import BudgetResult, FinetuneRecord, Metrics, Run
 from headprune.app.report import numbers, page, sections
 from headprune.app.report.content import Block, Documents, Section, Table, blocks_of, bullets, markdown
-from headprune.app.report.sections import plans
-from headprune.app.report.sections.measured import latency_table, metrics_table
-from headprune.app.report.sections.opening import precision
+from headprune.app.report.sections import measured, opening, plans
 from headprune.app.runs import PARTS, RunFolder
 from headprune.errors import HeadPruneError
 from headprune.files import write_file
@@ -82,9 +80,9 @@ def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
         f"On {budget.change.examples:,} examples of {dataset} ({code(run.parts.report.split)}), none of which decided anything; "
         "intervals: 95 %, paired by example for the change. “Dense” is the model before this run.",
         replace(plans.table(one), strong=None),
-        metrics_table(one),
-        *filter(None, [precision(run, one)]),
-        latency_table(rows),
+        measured.metrics_table(one),
+        *filter(None, [opening.precision(run, one)]),
+        measured.latency_table(rows),
         f"Times: one forward pass on {machine}. Made by headprune {run.environment.headprune} with:",
         bullets(code(numbers.without_places(command)) for command in dict.fromkeys(run.commands)),
     ]

@@ -14,9 +14,8 @@ from headprune.app import documents, report, runs
 from headprune.app.data import Part, load_also
 from headprune.app.options import Options
 from headprune.app.seeing import look
-from headprune.app.workflow import results, search
+from headprune.app.workflow import results, saving, search
 from headprune.app.workflow.cost import announce, cost_of_pruning, cost_of_scores
-from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, check_same, inputs, open_scene
 from headprune.errors import HeadPruneError, first_line, is_of_the_disk
 from headprune.exporting import format_named
@@ -230,7 +229,7 @@ def _metrics(
 ) -> documents.Metrics:
     """What metrics.json says, with the times and the exports, which are made here."""
     scene, metric = context.scene, context.scene.metric
-    weights, dtype = dense_weights(scene)
+    weights, dtype = saving.dense_weights(scene)
 
     def measure(part: Part | None = None) -> documents.Measured:
         return documents.Measured.of(context.measure("dense", scene.model, part), metric)
