@@ -183,11 +183,10 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
 
     if scores is not None:
         folder = RunFolder(scores if scores.is_dir() else scores.parent)
-        if not scores.exists() or scores not in (folder.path, folder.scores_path):
-            wrong = (
-                f"{scores} is not a run's scores.json." if scores.exists() else f"There is no file or folder {scores}."
-            )
-            raise HeadPruneError(wrong, "Pass a run folder, or its scores.json.")
+        if not scores.exists():
+            raise HeadPruneError(f"There is no file or folder {scores}.", "Pass a run folder, or its scores.json.")
+        if scores not in (folder.path, folder.scores_path):
+            raise HeadPruneError(f"{scores} is not a run's scores.json.", "Pass a run folder, or its scores.json.")
         folder.read_scores()
         return folder
     newest = newest_scores(output, model)

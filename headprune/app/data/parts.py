@@ -182,11 +182,13 @@ def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: DataPa
         raise HeadPruneError(f"{dataset} holds no labelled rows.", "Check the files.")
     split = next((each for each in _REPORT_SPLITS if each in usable), next(iter(usable)))
     there = splits[split].column_names
-    columns: dict[str, Any] = {}
-    for flag in ("text_column", "label_column"):  # columns that this dataset does not have are guessed
-        given = getattr(options, flag)
-        columns[flag] = given if given and all(column.strip() in there for column in given.split(",")) else None
-    options = replace(options, dataset=dataset, subset=None, **columns)
+
+    def known(given: str | None) -> str | None:
+        """Columns that were named for the first dataset; None, so that they are guessed, where this one does not have them."""
+        return given if given and all(column.strip() in there for column in given.split(",")) else None
+
+    text, label = known(options.text_column), known(options.label_column)
+    options = replace(options, dataset=dataset, subset=None, text_column=text, label_column=label)
     encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled=True)
     rows, seen = shuffle(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}
     part = _encode(encoder, name, split, rows, seen, options.report_limit)

@@ -189,18 +189,14 @@ def curves(config: PruneConfig, result: plan_search.SearchResult, trials: Trials
     if config.search.strategy != AUTO or len(own) < 2:
         return orders
     used = fits[0].plan.strategy
-    best = used if used in own else _best({name: orders[name] for name in own}, [f.plan.asked for f in fits], trials)
-    return {name: order for name, order in orders.items() if name not in own or name == best}
-
-
-def _best(orders: dict[str, Order], levels: Sequence[int], trials: Trials) -> str:
-    """The order that reaches most of some numbers of kept heads, and has the best plans there."""
 
     def merit(name: str) -> tuple[int, float]:
-        plans = [orders[name].plan(keep) for keep in levels if orders[name].least <= keep]
+        """How many of the budgets an order reaches, and how good its plans are there."""
+        plans = [orders[name].plan(f.plan.asked) for f in fits if orders[name].least <= f.plan.asked]
         return len(plans), sum(map(trials.merit, plans))
 
-    return max(orders, key=merit)
+    best = used if used in own else max(own, key=merit)
+    return {name: order for name, order in orders.items() if name not in own or name == best}
 
 
 def trade_off(

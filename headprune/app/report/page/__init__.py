@@ -33,14 +33,11 @@ def render(documents: Documents, sections: Sequence[Section], pictures: Mapping[
     first, *others = (_section(section, pictures, "h2" if i else "h1") for i, section in enumerate(sections))
     template, assets = _template()
     return template.render(
-        assets,
-        title=visible(sections[0].title),
-        opening=first,
-        sections=Markup("").join(others),
+        assets, title=visible(sections[0].title), opening=first, sections=Markup("").join(others),
         heads=_html(block_of(_heads(documents)), "Table of all heads", {}),
         explained=_html(blocks_of(Strong(f"{s.method}:", heads.basis(s)) for s in documents.rankings), "", {}),
         data=_plain(_sizes(documents) | _attention(documents)),
-    )
+    )  # fmt: skip
 
 
 @functools.cache

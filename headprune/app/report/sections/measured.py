@@ -158,7 +158,5 @@ def generation_table(rows: Sequence[GenerationRow]) -> Table:
 
 def exports_table(metrics: Metrics) -> Table:
     """The files that were written for other engines."""
-    rows = [
-        (e.name, e.format, f"{amounts.code(e.file) if e.file else 'not written'}: {e.summary}") for e in metrics.exports
-    ]
-    return Table(("model", "written for", "file"), rows)
+    files = ((export, amounts.code(export.file) if export.file else "not written") for export in metrics.exports)
+    return Table(("model", "written for", "file"), [(e.name, e.format, f"{file}: {e.summary}") for e, file in files])
