@@ -154,4 +154,5 @@ def test_any_budget_is_read_back_from_its_text(kind: str, number: Decimal, gap: 
     except hp.HeadPruneError:
         assume(False)
     assert budget_of(str(budget)) == budget
-    assert BudgetRecord.of(budget, Reading.exact(1.0)).parsed == budget or kind == "keep"  # whose amount is NaN
+    record = BudgetRecord.of(Fit(hp.PruningPlan({}, 1, 1, 1), budget, Reading.exact(1.0)))
+    assert record.parsed == budget or kind == "keep"  # whose amount is NaN

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import headprune as hp
 from headprune.app import report
 from headprune.app.documents import Cut, FinetuneRecord, Heads, Metrics, Run
-from headprune.app.report.cards import finetune_report
+from headprune.app.report import finetune_report
 from headprune.app.runs import RunFolder
 from headprune.attention import AttentionLayer
 from headprune.checkpoint import about, load_call

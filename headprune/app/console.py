@@ -83,10 +83,8 @@ class Console:
             task = bars.add_task(label, total=None)
 
             def update(done: int, total: int, note: str = "") -> None:
-                bars.update(
-                    task, completed=done, total=total, description=f"{label} ({note})" if note else label,
-                    updated=time.monotonic(),
-                )  # fmt: skip
+                text = f"{label} ({note})" if note else label
+                bars.update(task, completed=done, total=total, description=text, updated=time.monotonic())
 
             yield update
 
@@ -121,14 +119,14 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int
         signed: Whether scores below 0 say that a head is harmful.
     """
     flat = sorted(v for _, values, _ in rows for v in values)
-    exponent = _exponent(max(map(abs, flat), default=1.0))
+    largest = max(map(abs, flat), default=1.0)
+    # A power of ten in steps of three, for values below 1: the largest is at least 1 when divided by it.
+    exponent = max(3 * math.floor(math.log10(largest) / 3), -12) if 0 < largest < 1 else 0
     widest = max((len(values) for _, values, _ in rows), default=0)
     numbers = widest <= _WIDE
     unit = f", in 1e{exponent}" if numbers and exponent else ""
-    table = Table(title=f"{title}{unit}", title_justify="left", box=None, padding=0, pad_edge=False)
-    table.add_column("")
-    for h in range(widest):
-        table.add_column(f"H{h}" if numbers else str(h % 10), justify="right")
+    columns = (Column(f"H{h}" if numbers else str(h % 10), justify="right") for h in range(widest))
+    table = Table("", *columns, title=f"{title}{unit}", title_justify="left", box=None, padding=0, pad_edge=False)
     for label, values, crossed in rows:
         cells = []
         for h, value in enumerate(values):
@@ -140,8 +138,3 @@ def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int
             cells.append(Text(f" {text} ", style=f"black on {colour}"))
         table.add_row(f"{label} ", *cells)
     return table
-
-
-def _exponent(largest: float) -> int:
-    """A power of ten in steps of three, for values below 1: the largest is at least 1 when divided by it."""
-    return max(3 * math.floor(math.log10(largest) / 3), -12) if 0 < largest < 1 else 0

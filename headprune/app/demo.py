@@ -50,7 +50,9 @@ def prepare(home: Path, progress: Callable[[int, int], None]) -> tuple[Path, Pat
         accuracy = document.get("accuracy")
         if document.get("recipe") == _RECIPE and isinstance(accuracy, float):
             return model_path, data_path, accuracy
-    images, labels = _digits()
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))  # always the same one
+    images, labels = digits.images[order].astype("uint8"), digits.target[order].astype(int)
     _write_data(data_path, images, labels)
     model, processor, accuracy = _train(images, labels, progress)
     if accuracy < 0.96:
@@ -69,13 +71,6 @@ def was_run(folder: RunFolder) -> bool:
 def remember(folder: RunFolder) -> None:
     """Note that the demo wrote this report."""
     write_json(HOME / "run.json", "demo", {"report": digest(folder.metrics_path, 64)})
-
-
-def _digits() -> tuple[Any, Any]:
-    """Images with values from 0 to 16, ``[1797, 8, 8]``, and their classes ``[1797]``, in an order that is always the same."""
-    digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
-    return digits.images[order].astype("uint8"), digits.target[order].astype(int)
 
 
 def _write_data(path: Path, images: Any, labels: Any) -> None:

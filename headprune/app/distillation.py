@@ -13,7 +13,7 @@ from headprune.app.options import Mixture
 from headprune.batches import find_rows
 from headprune.divergence import Divergence, logits_of
 from headprune.errors import HeadPruneError
-from headprune.inputs import LABELS, call, is_encoder_decoder, tensors
+from headprune.inputs import LABELS, call, is_encoder_decoder, tensors, unlabelled
 from headprune.losses import ExampleLoss
 from headprune.running import evaluating
 
@@ -96,7 +96,7 @@ class DistillationLoss(nn.Module):
         return whole.ndim == 1 and torch.allclose(single, whole[: len(single)], rtol=0, atol=_SAME * float(whole.max()))
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in batch.items() if self._keeps_labels or k not in LABELS}
+        return dict(batch) if self._keeps_labels else unlabelled(batch)
 
     def _hidden(self, answer: Any, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``: relative squared differences of the hidden states, averaged over layers."""

@@ -53,17 +53,9 @@ _SEAL = "checksums.json"
 
 
 def finetune(
-    pruned: nn.Module,
-    dense: nn.Module | None,
-    train: Part,
-    choose: Part,
-    options: FinetuneOptions,
-    work: Path,
-    *,
-    metric: str = "loss",
-    progress: Progress = no_progress,
-    say: Callable[[str], None] = lambda text: None,
-) -> tuple[nn.Module, Training]:
+    pruned: nn.Module, dense: nn.Module | None, train: Part, choose: Part, options: FinetuneOptions, work: Path, *,
+    metric: str = "loss", progress: Progress = no_progress, say: Callable[[str], None] = lambda text: None,
+) -> tuple[nn.Module, Training]:  # fmt: skip
     """A copy of a pruned model, trained on labels and on the dense model's answers (`DistillationLoss`), and how it was trained.
 
     AdamW. Weights in bfloat16 are trained in float32, with products in bfloat16 (mixed precision), and rounded at the end: small steps
@@ -146,10 +138,8 @@ def _arguments(folder: Path, options: FinetuneOptions, pruned: nn.Module) -> Tra
     )  # fmt: skip
     arguments._n_gpu = min(arguments.n_gpu, 1)  # no DataParallel: it would split batches among all GPUs
     if torch.empty(0, device=arguments.device).device != device:
-        raise HeadPruneError(
-            f"The model is on {device}, and transformers' Trainer trains on {arguments.device}.",
-            "Choose a GPU with CUDA_VISIBLE_DEVICES.",
-        )
+        hint = "Choose a GPU with CUDA_VISIBLE_DEVICES."
+        raise HeadPruneError(f"The model is on {device}, and transformers' Trainer trains on {arguments.device}.", hint)
     return arguments
 
 

@@ -14,7 +14,7 @@ from headprune.app.data import load_parts, load_train
 from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import load_model
 from headprune.app.options import DataOptions, FinetuneOptions, Options
-from headprune.app.report.cards import finetune_card, finetune_report
+from headprune.app.report import finetune_card, finetune_report
 from headprune.app.sources import half_of, holds
 from headprune.app.workflow import Console, Scene, open_scene, saving
 from headprune.app.workflow.cost import announce, cost_of_training

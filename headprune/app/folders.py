@@ -77,9 +77,8 @@ class Folder:
         """
         for path in (self.path / name for name in OWN):
             if path.is_symlink():
-                raise HeadPruneError(
-                    f"{path} is a link, which headprune never makes there.", "Remove the link, or use another folder."
-                )
+                hint = "Remove the link, or use another folder."
+                raise HeadPruneError(f"{path} is a link, which headprune never makes there.", hint)
 
     def clear_unfinished(self) -> None:
         """Remove the unfinished work of an interrupted run."""
@@ -241,10 +240,8 @@ def _begin(folder: Folder, key: str, command: str, resume: bool, say: Callable[[
         folder.clear_unfinished()
     store = folder.store()
     if folder.left_by not in (None, key):
-        other = store.known("command")
-        say(
-            f"{folder.path} holds unfinished work of `{other}`: what fits is used, the rest is removed when this is done."
-        )
+        use = "what fits is used, the rest is removed when this is done"
+        say(f"{folder.path} holds unfinished work of `{store.known('command')}`: {use}.")
     store.keep("command", command)
     store.keep("key", key)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from headprune import checkpoint
@@ -20,7 +21,7 @@ from headprune.input_specs import build, of_config, with_own_dtype
 from headprune.inputs import model_device, move
 from headprune.offload import aligned
 
-_BASE = Task("base", "", "text", "")
+_BASE, _USUAL = Task("base", "", "text", ""), LoadOptions()
 _MODALITIES = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}  # by the first input's name
 
 
@@ -52,11 +53,7 @@ class LoadedModel:
 
 
 def load_model(
-    source: str,
-    options: LoadOptions = LoadOptions(),  # noqa: B008
-    *,
-    with_processor: bool | None = True,
-    any_task: bool = False,
+    source: str, options: LoadOptions = _USUAL, *, with_processor: bool | None = True, any_task: bool = False
 ) -> LoadedModel:
     """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
 
@@ -128,8 +125,6 @@ def _explained(source: str, problem: str, hint: str) -> Iterator[None]:
 
 
 def config_of(source: str, common: dict[str, Any]) -> Any:
-    import transformers
-
     problem = f"There is no model {source!r}: no such folder, and it could not be loaded from the Hugging Face hub"
     hint = "Check the spelling, the network (HF_HUB_OFFLINE), and your access to it."
     if Path(source).is_dir():
@@ -167,13 +162,10 @@ def _load_dense(
         HeadPruneError: It does not load, some of its weights are missing (a head with random weights would be measured as if it were
             trained), or it is another model than its config says.
     """
-    import transformers
-
     auto, placing = getattr(transformers, kind.auto_class), sources.placing_of(options)
+    how = {"config": config, "dtype": dtype, **common, **placing}
     with _explained(source, f"{source} does not load as {kind.auto_class}", "Check --task and the folder."):
-        model, info = auto.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, **common, **placing
-        )
+        model, info = auto.from_pretrained(source, output_loading_info=True, **how)
     if missing := sorted(info.get("missing_keys") or []):
         raise HeadPruneError(
             f"{source} has no weights for {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}: "
@@ -214,9 +206,8 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
             if not known:
                 model(**example)
             return dict(example)
-    raise HeadPruneError(
-        f"It is not known what {type(model).__name__} takes.", f"Say what it is for with --task: {', '.join(TASKS)}."
-    )
+    hint = f"Say what it is for with --task: {', '.join(TASKS)}."
+    raise HeadPruneError(f"It is not known what {type(model).__name__} takes.", hint)
 
 
 def positions_of(model: nn.Module) -> int | None:
@@ -301,8 +292,6 @@ def _check_numbers(model: nn.Module, source: str) -> None:
 
 
 def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
-    import transformers
-
     name, what = _PROCESSORS[kind.modality]
     name = "AutoProcessor" if kind.name == "speech-seq2seq" else name
     hint = f"Put the {what}'s files into the folder (for instance with {what.replace(' ', '_')}.save_pretrained)."

@@ -70,9 +70,8 @@ class DataOptions:
         from headprune.app.data.reading import check_local
 
         if not self.dataset:
-            raise HeadPruneError(
-                "No dataset was given.", "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl."
-            )
+            hint = "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl."
+            raise HeadPruneError("No dataset was given.", hint)
         check_values(self)
         if self.text_column is not None and self.text_column.count(",") > 1:
             raise HeadPruneError(f"--text-column {self.text_column} names more than two columns.", "Name one or two.")

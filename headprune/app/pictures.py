@@ -5,19 +5,22 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
 
 from headprune.files import write_file
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from torch import Tensor
+Drawing = Any
+"""A figure of matplotlib, which is imported only where one is drawn."""
 
 _COLOURS = 256  # of a PNG: two thirds fewer bytes, and no difference to the eye
 _SIDE = 96  # pixels that an image of a document has, about
 
 
-def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Figure, list[Any]]:
+def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Drawing, list[Any]]:
     """A matplotlib figure of so many inches and its axes, row by row."""
     from matplotlib.figure import Figure
 
@@ -25,10 +28,9 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> 
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Drawing) -> bytes:
     """A figure as a PNG file; the same figure gives the same bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from PIL import Image
 
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -40,7 +42,7 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Drawing, path: Path) -> None:
     """Write a figure to a ``.png``, ``.svg`` or ``.pdf`` file, whole or not at all."""
     form = path.suffix.lower().removeprefix(".")
     if form == "png":
@@ -53,8 +55,6 @@ def save(figure: Figure, path: Path) -> None:
 
 def as_uri(pixels: Tensor) -> str:
     """An image as a model sees it, its values stretched from black to white, as a ``data:`` URI of a PNG."""
-    from PIL import Image
-
     values = pixels[: 3 if len(pixels) >= 3 else 1].detach().float().cpu()
     low, high = float(values.min()), float(values.max())
     levels = ((values - low) / max(high - low, 1e-9) * 255).round().byte().numpy()
@@ -69,7 +69,4 @@ def as_uri(pixels: Tensor) -> str:
 
 def from_uri(uri: str) -> Any:
     """The pixels of such an image."""
-    import numpy as np
-    from PIL import Image
-
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))

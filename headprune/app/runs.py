@@ -86,10 +86,8 @@ class RunFolder(Folder):
         with suppress(HeadPruneError):  # said by whoever reads run.json
             known = Run.read(self.run_path).checksums.get(path.name)
         if stored is not None and known is not None and stored != known:
-            raise HeadPruneError(
-                f"{path} is another run's: {self.run_path} was not written with it.",
-                f'Copy the whole folder again, or make the run again. If it is meant, delete its line "{CHECKSUM}".',
-            )
+            hint = f'Copy the whole folder again, or make the run again. If it is meant, delete its line "{CHECKSUM}".'
+            raise HeadPruneError(f"{path} is another run's: {self.run_path} was not written with it.", hint)
         return read(path)
 
     def write_run(self, run: Run) -> None:
@@ -132,9 +130,8 @@ def check_free(folder: Folder, overwrite: bool) -> None:
         raise HeadPruneError(f"{folder.path} is a file.", "Choose a folder with -o.")
     folder.settle()
     if not folder.empty and not overwrite:
-        raise HeadPruneError(
-            f"The folder {folder.path} exists and is not empty.", "Choose another with -o, or add --overwrite."
-        )
+        hint = "Choose another with -o, or add --overwrite."
+        raise HeadPruneError(f"The folder {folder.path} exists and is not empty.", hint)
 
 
 def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | None:
@@ -159,10 +156,8 @@ def _model_of(folder: RunFolder) -> str:
     options = read_json(folder.run_path, "run").get("options")
     model = options.get("model") if isinstance(options, dict) else None
     if not isinstance(model, str):
-        raise HeadPruneError(
-            f"{folder.run_path} is damaged: it does not say which model was scored.",
-            "Score again, or move this folder away.",
-        )
+        hint = "Score again, or move this folder away."
+        raise HeadPruneError(f"{folder.run_path} is damaged: it does not say which model was scored.", hint)
     return model
 
 

@@ -10,21 +10,19 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from headprune import checkpoint
+from headprune.app.options import LoadOptions
 from headprune.errors import HeadPruneError, check_text, first_line, registered
 from headprune.files import recover_folder
 from headprune.fingerprint import HALVES
 from headprune.inputs import model_device
 from headprune.offload import Offloaded
-
-if TYPE_CHECKING:
-    from headprune.app.options import LoadOptions
 
 
 def check_source(source: str) -> None:
@@ -105,9 +103,8 @@ def pick_device(device: str) -> torch.device:
             raise ValueError(f"headprune does not run on {place.type}")
         torch.empty(1, device=place)
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise HeadPruneError(
-            f"There is no device {device!r} here: {first_line(error)}.", "Use --device auto, cpu, cuda or mps."
-        ) from None
+        hint = "Use --device auto, cpu, cuda or mps."
+        raise HeadPruneError(f"There is no device {device!r} here: {first_line(error)}.", hint) from None
     return place
 
 
@@ -149,10 +146,8 @@ def placing_of(options: LoadOptions) -> dict[str, Any]:
         file = TypeAdapter(dict[str, int | str])
         places = device_map if device_map in NAMED else file.validate_json(Path(device_map).read_bytes(), strict=True)
     except (OSError, ValueError) as error:
-        raise HeadPruneError(
-            f"There is no device map {device_map!r}: {first_line(error)}.",
-            f'Use {", ".join(NAMED)}, or a JSON file such as {{"model.embed_tokens": 0, "model.layers": "cpu", …}}.',
-        ) from error
+        hint = f'Use {", ".join(NAMED)}, or a JSON file such as {{"model.embed_tokens": 0, "model.layers": "cpu", …}}.'
+        raise HeadPruneError(f"There is no device map {device_map!r}: {first_line(error)}.", hint) from error
     return {"device_map": places, "max_memory": None if memory is None else _memory(memory)}
 
 
@@ -166,9 +161,8 @@ def _memory(text: str) -> dict[int | str, int]:
         if not all(device.isdecimal() or device in ("cpu", "mps") for device in most):
             raise ValueError
     except (ValueError, OverflowError):
-        raise HeadPruneError(
-            f"--device-memory {text!r} is no amount for each device.", "Write it as 0=20GB,1=20GB,cpu=60GB."
-        ) from None
+        hint = "Write it as 0=20GB,1=20GB,cpu=60GB."
+        raise HeadPruneError(f"--device-memory {text!r} is no amount for each device.", hint) from None
     return {int(device) if device.isdecimal() else device: size for device, size in most.items()}
 
 

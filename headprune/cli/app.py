@@ -14,15 +14,13 @@ from headprune.cli.options import takes_options
 from headprune.cli.session import fail, run
 from headprune.errors import HeadPruneError
 
+_SETTINGS = {
+    "--examples": "ablation:examples=64", "--time": "ablation:time=60", "--max-memory": "ablation:memory=4GB",
+    "--normalise": "gradient:normalise", "--steps": "l0:steps=400", "--permutations": "shapley:permutations=64",
+    "--sparsity": "l0:sparsity=0.02", "--keep": "l0:keep=36",
+}  # fmt: skip
 RETIRED = {
-    "--examples": "A method's settings follow its name: -m ablation:examples=64.",
-    "--time": "A method's settings follow its name: -m ablation:time=60.",
-    "--max-memory": "A method's settings follow its name: -m ablation:memory=4GB.",
-    "--normalise": "A method's settings follow its name: -m gradient:normalise.",
-    "--steps": "A method's settings follow its name: -m l0:steps=400.",
-    "--permutations": "A method's settings follow its name: -m shapley:permutations=64.",
-    "--sparsity": "A method's settings follow its name: -m l0:sparsity=0.02.",
-    "--keep": "A method's settings follow its name: -m l0:keep=36.",
+    **{flag: f"A method's settings follow its name: -m {method}." for flag, method in _SETTINGS.items()},
     "--revision": "The revision of a Hub model follows its name: MODEL@REVISION.",
     "--offload-folder": "Weights that fit in no memory lie in temporary files until the run ends: TMPDIR says where.",
     "--streaming": "For a model larger than the memory: `headprune prune MODEL -d DATA --plan FILE --device-map auto` (docs/scale.md).",

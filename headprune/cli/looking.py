@@ -1,4 +1,4 @@
-"""`headprune inspect`, `show`, `bench` and `methods`: what there is to see, without a run folder."""
+"""`headprune inspect`, `show`, `bench`, `methods` and `demo`: what there is to see, without a run folder of one's own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.app.options import DataOptions, LoadOptions
+from headprune.app.options import DataOptions, Device, LoadOptions
 from headprune.cli import tables
 from headprune.cli.app import command
-from headprune.cli.options import Console, Model, Seed, Typed, numbers_in, output_option
+from headprune.cli.options import Console, Model, Overwrite, Seed, Typed, numbers_in, output_option
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
@@ -92,9 +92,7 @@ def _check_shown(text: str | None, image: Path | None, data: DataOptions, output
 def _print_heads(heads: Heads, head: str | None, output: Path | None, console: Console) -> None:
     """All heads, or one of them, in the last sample and on average; ``output`` is a picture of the same."""
     from headprune.app.pictures import save
-    from headprune.app.seeing import head_named, layer_of
-    from headprune.app.seeing.pictures import figure_of_all, figure_of_head
-    from headprune.app.seeing.terminal import all_heads, figures_of, one_head, role_counts, role_table
+    from headprune.app.seeing import head_named, layer_of, pictures, terminal
 
     sample = heads.samples[-1] if heads.samples else None
     colours = console.out.color_system is not None
@@ -103,11 +101,11 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
     draw: Callable[[], Any] | None = None
     if head is None:
         if sample is not None:
-            console.show(all_heads(heads, sample, console.out.width, colours))
-            draw = partial(figure_of_all, heads, sample)
+            console.show(terminal.all_heads(heads, sample, console.out.width, colours))
+            draw = partial(pictures.figure_of_all, heads, sample)
         if heads.examples > 1:
-            console.show(role_table(heads))
-        roles = "\n".join(role_counts(heads))
+            console.show(terminal.role_table(heads))
+        roles = "\n".join(terminal.role_counts(heads))
         console.result(f"\nRoles on {what}; docs/heads.md says when a head has one:\n{roles}")
         console.say(*filter(None, (layer.unseen for layer in heads.layers)))
     else:
@@ -115,11 +113,11 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
         profile, name = layer.heads[number], f"L{layer.index}.H{number}"
         document = {"head": name, **vars(profile)}
         console.result(f"{name} ({layer.name}): {profile.role}: {profile.because} ({what}).")
-        console.show(figures_of(profile))
+        console.show(terminal.figures_of(profile))
         seen = layer_of(sample, layer.index) if sample is not None else None
         if sample is not None and seen is not None:
-            console.show(one_head(sample, seen, number, colours))
-            draw = partial(figure_of_head, sample, seen, number, f"{name}: {profile.role}")
+            console.show(terminal.one_head(sample, seen, number, colours))
+            draw = partial(pictures.figure_of_head, sample, seen, number, f"{name}: {profile.role}")
     if output is not None:
         if draw is None:
             raise HeadPruneError("There is no sample to draw.", "Give --text or --image.")
@@ -208,3 +206,42 @@ def methods(console: Console) -> None:
     for title, rows in zip(titles, lists.values(), strict=True):
         tables.print_table(console, title, Table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
     console.document(lists)
+
+
+@command("`headprune demo`")
+def demo(
+    console: Console,
+    output: Annotated[Path | None, output_option(help="Run folder [reports/demo].")] = None,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+) -> None:
+    """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/demo/."""
+    from headprune.app import demo as room
+    from headprune.app import runs, workflow
+    from headprune.app.folders import Folder, claimed, key_of
+    from headprune.budgets import budget_of
+    from headprune.options import SearchOptions
+    from headprune.scoring import DEFAULT_METHODS
+
+    key = key_of("demo", output, device, overwrite)
+    folder = runs.RunFolder(output or room.REPORT)
+    if room.was_run(folder) and not overwrite:
+        console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
+        tables.print_document(console, folder)
+        return
+    # reports/demo belongs to the demo, so it may be replaced.
+    choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
+    with claimed(choose, key, runs.command_line(), say=console.say) as folder:
+        with (
+            Folder(room.HOME).locked(runs.command_line()),
+            console.track("training a ViT on digits, once, for about half a minute") as progress,
+        ):
+            model, data, accuracy = room.prepare(room.HOME, progress)
+        console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
+        options = workflow.Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
+        search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
+        config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
+        workflow.prune_run(config, folder, console)
+        room.remember(folder)
+    tables.print_scores(console, folder.read_scores())
+    tables.print_pruned(console, folder)

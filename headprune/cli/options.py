@@ -79,10 +79,8 @@ class Budgets(_BudgetTexts):  # type: ignore[misc]
         """
         flags = [BUDGETS[kind].flag for kind in self.texts] + (["--plan"] if self.plan else [])
         if not flags:
-            raise HeadPruneError(
-                "How many heads to keep?",
-                "Say it with --keep, for instance --keep 50%, or with another budget (headprune prune --help).",
-            )
+            hint = "Say it with --keep, for instance --keep 50%, or with another budget (headprune prune --help)."
+            raise HeadPruneError("How many heads to keep?", hint)
         if len(flags) > 1:
             hint = "Give one of them."
             if (drop := BUDGETS["drop"].flag) in flags:

@@ -78,9 +78,7 @@ def print_plans(console: Console, fits: Sequence[Fit], scores: list[HeadScores])
             console.result(f"  {name}: drops {', '.join(f'H{h}' for h in heads)}")
 
 
-def print_dry_run(
-    console: Console, scene: Scene, methods: Sequence[str], folder: RunFolder, doing: str, cost: str
-) -> None:
+def print_dry_run(console: Console, scene: Scene, methods: Sequence[str], folder: Path, doing: str, cost: str) -> None:
     """What a run without a plan would do: the layers, and what it costs."""
     from headprune import documents
     from headprune.app.documents import Cut
@@ -88,7 +86,7 @@ def print_dry_run(
     print_layers(console, type(scene.model).__name__, scene.layers)
     console.result(f"Would {doing}. {cost} Nothing was written.")
     console.document({
-        "folder": str(folder.path), "methods": list(methods), "parts": documents.to_json(Cut.of(scene.parts)),
+        "folder": str(folder), "methods": list(methods), "parts": documents.to_json(Cut.of(scene.parts)),
         "layers": [layer.to_json() for layer in scene.layers],
     })  # fmt: skip
 
@@ -131,15 +129,14 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
 def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
     """The report's first screen, without what is printed elsewhere, and the section on other data."""
     from headprune.app.report.content import Strong, Table
-    from headprune.app.report.sections.measured import other_table
-    from headprune.app.report.sections.opening import over_random_line, precision, rule, summary
-    from headprune.app.report.sections.plans import control
+    from headprune.app.report.sections import measured, opening, plans
 
-    lines = "\n".join(filter(None, [rule(metrics), over_random_line(metrics), precision(run, metrics)]))
-    for block in (*summary(run, metrics), lines, *([other_table(metrics)] if metrics.also else ())):
+    told = (opening.rule(metrics), opening.over_random_line(metrics), opening.precision(run, metrics))
+    other = [measured.other_table(metrics)] if metrics.also else []
+    for block in (*opening.summary(run, metrics), "\n".join(filter(None, told)), *other):
         if isinstance(block, Table):
             title = "On other data" if block.head[0] == "data" else "Dense and pruned"
-            print_table(console, title, block, without=[control(metrics)])  # told below
+            print_table(console, title, block, without=[plans.control(metrics)])  # told below
         else:
             console.result(f"\n{f'{block.lead} {block.text}'.strip() if isinstance(block, Strong) else block}")
 
@@ -163,12 +160,9 @@ def print_document(console: Console, folder: RunFolder) -> None:
 
 
 def print_times(
-    console: Console,
-    rows: Sequence[LatencyRow],
-    parts: Sequence[TimeParts] = (),
-    generation: Sequence[GenerationRow] = (),
+    console: Console, rows: Sequence[LatencyRow], parts: Sequence[TimeParts] = (), generation: Sequence[GenerationRow] = (),
     metrics: Metrics | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Latency, where the dense model's time goes, and how fast models write: what of it was measured."""
     from headprune.app.report.sections.measured import disturbance, generation_table, latency_table, time_table
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_METHODS", "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "attribution", "gradient",
-    "learned", "load_scores", "method", "method_named", "save_scores", "score", "statistics",
+    "learned", "load_scores", "method", "method_and_settings", "method_named", "save_scores", "score", "statistics",
 ]  # fmt: skip
 
 

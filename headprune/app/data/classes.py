@@ -94,11 +94,9 @@ class Classes:
             return [float(i in held) for i in range(self.count)]
         fits = isinstance(value, list) and len(value) == self.count
         if not fits or not all(isinstance(x, int | float) and (any_number or 0 <= x <= 1) for x in value):
-            raise HeadPruneError(
-                f"label {value} does not fit the model's head, which takes {self.count} numbers"
-                f"{'' if any_number else ' from 0 to 1'}.",
-                "Give a 0 or a 1 for each of the model's classes, in their order.",
-            )
+            takes = f"{self.count} numbers{'' if any_number else ' from 0 to 1'}"
+            hint = "Give a 0 or a 1 for each of the model's classes, in their order."
+            raise HeadPruneError(f"label {value} does not fit the model's head, which takes {takes}.", hint)
         return [float(x) for x in value]
 
 

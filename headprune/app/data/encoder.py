@@ -17,7 +17,7 @@ from headprune.app.models import LoadedModel, positions_of
 from headprune.app.options import DataOptions
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
-from headprune.inputs import LABELS
+from headprune.inputs import unlabelled
 
 Row = Mapping[str, Any]
 Feature = dict[str, Any]
@@ -64,6 +64,7 @@ class Encoder:
     ) -> None:
         self.encoding, self.options, self.splits, self.labelled = encoding, options, splits, labelled
         self.model, self.config, self.processor = loaded.model, loaded.config, loaded.processor
+        self.modality = loaded.task.modality
         self.columns: dict[str, str] = {}
         features = next(iter(splits.values())).features
         for what, usual in encoding.columns.items():
@@ -112,7 +113,7 @@ class Encoder:
     def identity(self, feature: Feature) -> Any:
         """What makes two examples the same input; of a masked text the text before it was masked."""
         if not self.encoding.masks:
-            return {k: v for k, v in feature.items() if k not in LABELS}
+            return unlabelled(feature)
         pairs = zip(feature["input_ids"], feature["labels"], strict=True)
         return [token if label == IGNORED else label for token, label in pairs]
 

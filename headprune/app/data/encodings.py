@@ -83,9 +83,8 @@ def encode_question(encoder: Encoder, row: Row, _: int) -> Feature | str:
         return dict(coded)
     start = answers["answer_start"][0]
     end = start + len(answers["text"][0])
-    inside = [
-        i for i, (s, (a, b)) in enumerate(zip(sequence, offsets, strict=True)) if s == 1 and a < end and b > start
-    ]
+    places = enumerate(zip(sequence, offsets, strict=True))
+    inside = [i for i, (s, (a, b)) in places if s == 1 and a < end and b > start]
     if not inside:
         return "with the answer behind the cut"
     return {**coded, "start_positions": inside[0], "end_positions": inside[-1]}
@@ -154,10 +153,8 @@ def _write_chat(encoder: Encoder, chat: list[Row]) -> str:
     try:
         return str(encoder.processor.apply_chat_template(chat, tokenize=False))
     except Exception as error:  # templates raise what they like, mostly about the order of roles
-        raise HeadPruneError(
-            f"the tokenizer's chat template refuses the chat: {first_line(error)}",
-            "Correct this chat, or leave it out.",
-        ) from error
+        hint = "Correct this chat, or leave it out."
+        raise HeadPruneError(f"the tokenizer's chat template refuses the chat: {first_line(error)}", hint) from error
 
 
 def prepare_causal(encoder: Encoder) -> str:
@@ -241,10 +238,8 @@ def _samples(encoder: Encoder, row: Row) -> Any:
     else:
         raise encoder.holds_no("sound", "Give {array, sampling_rate}, or install torchcodec.")
     if rate != wanted:
-        raise HeadPruneError(
-            f"the sound has {rate} samples a second, the model takes {wanted}.",
-            "Resample the dataset (datasets: cast_column with Audio(sampling_rate=…)).",
-        )
+        hint = "Resample the dataset (datasets: cast_column with Audio(sampling_rate=…))."
+        raise HeadPruneError(f"the sound has {rate} samples a second, the model takes {wanted}.", hint)
     return array
 
 

@@ -25,9 +25,14 @@ _REPEATING = "repeating an input of an earlier part"
 PLAIN_TEXT = Path(__file__).parent / "plain-english.txt"  # a passage a line; its source is in plain-english.md
 
 
-def cut_rows(
-    splits: Mapping[str, Any], options: DataOptions, labelled: bool = True
-) -> tuple[dict[str, tuple[str, list[int]]], list[str]]:
+Cuts = dict[str, tuple[str, list[int]]]
+"""By the name of each part its split, and its rows there."""
+
+Noted = tuple[Part, list[str]]
+"""A part, and notes on what is in it."""
+
+
+def cut_rows(splits: Mapping[str, Any], options: DataOptions, labelled: bool = True) -> tuple[Cuts, list[str]]:
     """Rows for each part: from the dataset's own splits, or cut by seed where there are too few.
 
     Returns:
@@ -117,9 +122,7 @@ def load_parts(options: DataOptions, loaded: LoadedModel, labelled: bool = True)
     return DataParts(parts["score"], parts["choose"], parts["report"], encoder.columns, notes)
 
 
-def load_train(
-    options: DataOptions, loaded: LoadedModel, parts: DataParts, limit: int | None = None
-) -> tuple[Part, list[str]]:
+def load_train(options: DataOptions, loaded: LoadedModel, parts: DataParts, limit: int | None = None) -> Noted:
     """The part to train on: the scoring split without what chooses and what is reported.
 
     An example is left out if its row, or its input (as in `load_parts`), is in either of them.
@@ -140,7 +143,7 @@ def load_train(
     used = {row for part in held_out if part.split == split for row in part.rows}
     seen = {key for part in (*held_out, *parts.also) for key in part.inputs}
     rows = (row for row in shuffle(len(splits[split]), options.seed) if row not in used)
-    part = _encode(encoder, "train", split, rows, seen, limit, on_demand=loaded.task.modality != "text")
+    part = _encode(encoder, "train", split, rows, seen, limit)
     scored = len(set(part.rows) & set(parts.score.rows))
     first = f"{len(part):,} examples to train on ({split}), of which {scored:,} also scored the heads."
     return part, [first, *_notes_on(encoder, part)]
@@ -171,21 +174,21 @@ def load_also(options: DataOptions, loaded: LoadedModel, parts: DataParts) -> Da
     return replace(parts, also=tuple(also), notes=notes)
 
 
-def _also(
-    options: DataOptions, dataset: str, loaded: LoadedModel, parts: DataParts, name: str
-) -> tuple[Part, list[str]]:
-    """The part of a second dataset, and notes on it."""
+def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: DataParts, name: str) -> Noted:
+    """The part of a second dataset."""
     splits = read_splits(dataset)
     usable = labelled_splits(splits)
     if not usable:
         raise HeadPruneError(f"{dataset} holds no labelled rows.", "Check the files.")
     split = next((each for each in _REPORT_SPLITS if each in usable), next(iter(usable)))
     there = splits[split].column_names
-    columns: dict[str, Any] = {}
-    for flag in ("text_column", "label_column"):  # columns that this dataset does not have are guessed
-        given = getattr(options, flag)
-        columns[flag] = given if given and all(column.strip() in there for column in given.split(",")) else None
-    options = replace(options, dataset=dataset, subset=None, **columns)
+
+    def known(given: str | None) -> str | None:
+        """Columns that were named for the first dataset; None, so that they are guessed, where this one does not have them."""
+        return given if given and all(column.strip() in there for column in given.split(",")) else None
+
+    text, label = known(options.text_column), known(options.label_column)
+    options = replace(options, dataset=dataset, subset=None, text_column=text, label_column=label)
     encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled=True)
     rows, seen = shuffle(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}
     part = _encode(encoder, name, split, rows, seen, options.report_limit)
@@ -193,26 +196,21 @@ def _also(
 
 
 def _encode(
-    encoder: Encoder,
-    name: str,
-    split: str,
-    rows: Iterable[int],
-    seen: set[str],
-    limit: int | None = None,
-    on_demand: bool = False,
+    encoder: Encoder, name: str, split: str, rows: Iterable[int], seen: set[str], limit: int | None = None
 ) -> Part:
     """The part of a split's rows that can be used and whose input is not in ``seen``.
 
+    Of images and sounds to train on a hash of the features is kept, and a row is encoded again each time it is read.
+
     Args:
         limit: Rows, at most; no more are read.
-        on_demand: Keep a hash of the features, and encode a row again each time it is read.
 
     Raises:
         HeadPruneError: A row that cannot be read; or no row can be used.
     """
     kept, inputs, features = list[int](), list[str](), list[Any]()
     left_out, shortened = Counter[str](), 0
-    data = encoder.splits[split]
+    data, on_demand = encoder.splits[split], name == "train" and encoder.modality != "text"
     encoder.read(data.features)
     for row in rows:
         if len(kept) == limit:
@@ -252,10 +250,8 @@ def _feature(encoder: Encoder, split: str, row: int) -> dict[str, Any] | str:
     except HeadPruneError as error:
         raise HeadPruneError(f"{where}: {error.args[0]}", error.hint) from None
     except Exception as error:
-        raise HeadPruneError(
-            f"{where} cannot be read: {type(error).__name__}: {first_line(error)}.",
-            "Check this row, --text-column, --label-column and --max-length.",
-        ) from error
+        hint = "Check this row, --text-column, --label-column and --max-length."
+        raise HeadPruneError(f"{where} cannot be read: {type(error).__name__}: {first_line(error)}.", hint) from error
 
 
 def _notes_on(encoder: Encoder, *parts: Part) -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets
+
 from headprune.errors import HeadPruneError, check_text, explained, first_line
 
 BUILDERS = {
@@ -55,8 +57,6 @@ def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
     Raises:
         HeadPruneError: No such dataset, or one that cannot be read; the message names the file and the line, if they can be found.
     """
-    import datasets
-
     check_local(dataset)
     path = Path(dataset)
     _check_json(path)
@@ -78,13 +78,9 @@ def place(dataset: str, split: str) -> str:
 
 
 def _load_file(path: Path, streaming: bool = False) -> Any:
-    import datasets
-
     suffix = path.suffix.lower()
-    extra = {"delimiter": "\t"} if suffix == ".tsv" else {}
-    return datasets.load_dataset(
-        BUILDERS[suffix], data_files=glob.escape(str(path)), split="train", streaming=streaming, **extra
-    )
+    file, extra = glob.escape(str(path)), {"delimiter": "\t"} if suffix == ".tsv" else {}
+    return datasets.load_dataset(BUILDERS[suffix], data_files=file, split="train", streaming=streaming, **extra)
 
 
 # -- what cannot be read ------------------------------------------------------------------------------
@@ -147,8 +143,6 @@ def _check_addresses(folder: Path) -> None:
 
 def _unreadable(path: Path, error: Exception) -> HeadPruneError:
     """The error for a dataset that the library could not read."""
-    import datasets
-
     if problem := explained(error):  # of the disk, also of the folder where the library keeps what it has read
         return HeadPruneError(str(problem), "The datasets library keeps what it reads in HF_HOME.")
     if problem := _broken_file(path):

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from headprune.app.documents.run import Environment, Examples, Measured, Training
 from headprune.app.options import FinetuneOptions
-from headprune.budgets import Budget, Reading, kind_named
+from headprune.budgets import Budget, Fit, Reading, kind_named
 from headprune.decoding import GenerationRow
 from headprune.documents import Beside, Count, File
 from headprune.evaluation import Change
@@ -84,7 +84,11 @@ class BudgetRecord:
     length: Count | None = None
 
     @classmethod
-    def of(cls, budget: Budget, reading: Reading, batch: int | None = None, length: int | None = None) -> BudgetRecord:
+    def of(cls, fit: Fit, batch: int | None = None, length: int | None = None) -> BudgetRecord:
+        """The budget as it was asked for, and what the plan was measured to cost."""
+        budget, reading = fit.budget, fit.reading
+        if budget is None or reading is None:
+            return cls(asked=fit.plan.budget)
         return cls(
             asked=str(budget), kind=budget.kind, limit=budget.amount, relative=budget.relative, unit=budget.amount_unit,
             measured=reading.value, low=reading.low, high=reading.high, batch=batch, length=length,

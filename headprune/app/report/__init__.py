@@ -1,23 +1,25 @@
-"""The report of a run: report.md with its pictures, and report.html, made from the run folder's documents alone."""
+"""What is written of a run, from its folder's documents alone: report.md with its pictures, report.html, and parts of model cards."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from jinja2 import UndefinedError
 
 from headprune import checkpoint
+from headprune.amounts import code
 from headprune.app import pictures
-from headprune.app.report import page
-from headprune.app.report.cards import pruned_card
-from headprune.app.report.content import Documents, markdown
-from headprune.app.report.sections import sections_of
+from headprune.app.documents import BudgetResult, FinetuneRecord, Metrics, Run
+from headprune.app.report import numbers, page, sections
+from headprune.app.report.content import Block, Documents, Section, Table, blocks_of, bullets, markdown
+from headprune.app.report.sections import measured, opening, plans
 from headprune.app.runs import PARTS, RunFolder
 from headprune.errors import HeadPruneError
 from headprune.files import write_file
 
-__all__ = ["write", "write_cards"]
+__all__ = ["finetune_card", "finetune_report", "finetune_table", "write", "write_cards"]
 
 # What documents that belong to no run can raise where they are put into words.
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, UndefinedError)
@@ -55,9 +57,62 @@ def write(folder: RunFolder) -> None:
 
 def _files(documents: Documents) -> dict[str, bytes]:
     """Everything that a report consists of, by the names of its files."""
-    sections, figures = sections_of(documents)
+    parts, figures = sections.sections_of(sections.TEMPLATE, documents=documents)
     what = "Every head" if documents.metrics is None else "Every size and every head"
     link = f"{what}, and what it attends to: [report.html](report.html), one file for a browser, no network needed."
     painted = {figure.file: pictures.png(figure.draw()) for figure in figures}
-    texts = {"report.md": markdown(sections, link), "report.html": page.render(documents, sections, painted)}
+    texts = {"report.md": markdown(parts, link), "report.html": page.render(documents, parts, painted)}
     return painted | {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}
+
+
+# -- model cards, and the report of a fine-tuning ------------------------------------------------------
+
+
+def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
+    """The report's tables of the model beside the dense one, and how it was made."""
+    one, name, rows = replace(metrics, budgets=(budget,)), budget.name, []
+    for row in metrics.latency.rows:
+        timings = {"dense": row.timings["dense"], name: row.timings[name]}
+        rows.append(replace(row, timings=timings, speedups={name: row.speedups[name]}))
+    dataset = code(numbers.without_place(run.options.data.dataset))
+    machine = numbers.device(metrics.environment or run.environment, run.model.dtype)
+    blocks: list[Block] = [
+        f"On {budget.change.examples:,} examples of {dataset} ({code(run.parts.report.split)}), none of which decided anything; "
+        "intervals: 95 %, paired by example for the change. “Dense” is the model before this run.",
+        replace(plans.table(one), strong=None),
+        measured.metrics_table(one),
+        *filter(None, [opening.precision(run, one)]),
+        measured.latency_table(rows),
+        f"Times: one forward pass on {machine}. Made by headprune {run.environment.headprune} with:",
+        bullets(code(numbers.without_places(command)) for command in dict.fromkeys(run.commands)),
+    ]
+    return blocks_of(blocks)
+
+
+def finetune_report(name: str, record: FinetuneRecord) -> str:
+    """The whole report."""
+    return markdown(_finetuned(record, name, whole=True))
+
+
+def finetune_card(record: FinetuneRecord) -> str:
+    """What the model card of the folder says: the verdict, the table, and the command."""
+    pruned, teacher = map(numbers.without_place, (record.pruned, record.teacher))
+    command = numbers.without_places(record.command)
+    (section,) = _finetuned(replace(record, pruned=pruned, teacher=teacher, command=command), "", whole=False)
+    return section.text
+
+
+def _finetuned(record: FinetuneRecord, name: str, whole: bool) -> list[Section]:
+    return sections.sections_of(
+        sections.FINETUNED, record=record, table=finetune_table(record), name=name, whole=whole
+    )[0]
+
+
+def finetune_table(record: FinetuneRecord) -> Table:
+    """The dense, the pruned and the fine-tuned model on the reporting part."""
+    metric, rows = record.metric, []
+    for key, name in (("dense", "dense"), ("pruned", "pruned"), ("finetuned", "pruned, fine-tuned")):
+        change = record.changes.get(key)
+        cells = (numbers.change(change, metric), change.verdict) if change else ("", "")
+        rows.append((name, numbers.interval(record.models[key], metric), *cells))
+    return Table(("model", f"{metric} (95 %)", "change from dense (95 %, paired)", "verdict"), rows)

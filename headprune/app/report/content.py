@@ -9,14 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headprune.amounts import code, in_line
 from headprune.app.documents import Heads, Metrics, Run
+from headprune.app.pictures import Drawing
 from headprune.scoring.scores import HeadScores
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Drawing
 
 # A stretch of code, or a character that Markdown would read.
 _MARKUP = re.compile(

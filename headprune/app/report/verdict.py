@@ -49,7 +49,7 @@ def judge(metrics: Metrics) -> Verdict:
     best = min(conclusions, key=(GUESSING, CAN_GO, UNSURE, COSTS).index)
     budgets = [b for b, conclusion in zip(metrics.budgets, conclusions, strict=True) if conclusion == best]
     recommended = best == CAN_GO
-    budget = min(budgets, key=lambda b: b.kept) if recommended else _mildest(metrics, budgets)
+    budget = min(budgets, key=lambda b: (0, b.kept) if recommended else (loss_within(metrics, b.change), -b.kept))
     return Verdict(best, budget, recommended, _limit(metrics, budget))
 
 
@@ -61,14 +61,6 @@ def largest_first(metrics: Metrics) -> list[BudgetResult]:
 def loss_within(metrics: Metrics, change: Change) -> float:
     """The largest loss that a change's interval leaves possible: of accuracy in parts of 1, else as a share of the dense value."""
     return _as_share(metrics, -change.low if change.metric == "accuracy" else change.high)
-
-
-def _guesses(metrics: Metrics) -> bool:
-    """Whether the dense model cannot be told from one that knows nothing."""
-    dense, level = metrics.dense, metrics.dense.guessing
-    if level is None:
-        return False
-    return dense.high >= level if metrics.metric == "perplexity" else dense.low <= level
 
 
 def limits_metric(budgets: Sequence[BudgetResult]) -> bool:
@@ -126,7 +118,8 @@ def headline_row(latency: Latencies) -> LatencyRow:
 
 
 def _conclusion(metrics: Metrics, budget: BudgetResult) -> str:
-    if _guesses(metrics):
+    dense, level = metrics.dense, metrics.dense.guessing  # that of a model that knows nothing
+    if level is not None and (dense.high >= level if metrics.metric == "perplexity" else dense.low <= level):
         return GUESSING
     if loss_within(metrics, budget.change) <= _limit(metrics, budget):
         return CAN_GO
@@ -144,7 +137,3 @@ def _limit(metrics: Metrics, budget: BudgetResult) -> float:
 def _as_share(metrics: Metrics, amount: float) -> float:
     dense = metrics.dense.metrics[metrics.metric]
     return amount / abs(dense) if metrics.metric == "loss" and dense else amount
-
-
-def _mildest(metrics: Metrics, budgets: Sequence[BudgetResult]) -> BudgetResult:
-    return min(budgets, key=lambda b: (loss_within(metrics, b.change), -b.kept))

@@ -82,7 +82,10 @@ def look(loaded: LoadedModel, part: Part, layers: Sequence[AttentionLayer], seed
     Raises:
         HeadPruneError: No layer's weights can be seen.
     """
-    longest, count = _sample_size(layers)
+    heads = sum(layer.num_heads for layer in layers)
+    # Positions of a sample whose rows are all held, and how many samples there are, so that the document stays small.
+    sizes = [(min(_LONGEST, int((_BYTES * 0.75 / count / heads) ** 0.5)), count) for count in (3, 2, 1)]
+    longest, count = next((size for size in sizes if size[0] >= _WIDE), sizes[-1])
     samples = _samples(part, longest, count, getattr(loaded.processor, "all_special_ids", []))
     return _document(loaded, layers, list(_batches(part, layers)), samples, longest, seed)
 
@@ -106,13 +109,6 @@ def _batches(part: Part, layers: Sequence[AttentionLayer]) -> Iterator[dict[str,
     size = min(8, part.batch_size)
     for start in range(0, count, size):
         yield part.collate([part.features[i] for i in chosen[start : start + size]])
-
-
-def _sample_size(layers: Sequence[AttentionLayer]) -> tuple[int, int]:
-    """Positions of a sample whose rows are all held, and how many samples there are, so that the document stays small."""
-    heads = sum(layer.num_heads for layer in layers)
-    sizes = [(min(_LONGEST, int((_BYTES * 0.75 / count / heads) ** 0.5)), count) for count in (3, 2, 1)]
-    return next((size for size in sizes if size[0] >= _WIDE), sizes[-1])
 
 
 def _samples(part: Part, most: int, count: int, special: Sequence[int]) -> list[tuple[Any, bool]]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headprune.app.documents import Heads, Positions, Sample, SampleLayer
-from headprune.app.pictures import from_uri, new_figure
+from headprune.app.pictures import Drawing, from_uri, new_figure
 from headprune.app.seeing import layer_of
 from headprune.seeing.roles import MIXED, RULES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # The frame around a head: one colour for a family of roles; Okabe and Ito's, which colour-blind readers can tell apart.
 _COLOURS = {
@@ -46,7 +42,7 @@ def resized(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.f
     return table
 
 
-def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]] | None = None) -> Figure:
+def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]] | None = None) -> Drawing:
     """All heads as small multiples: a row for each layer, keys to the right and queries down, a frame for each role.
 
     Args:
@@ -98,7 +94,7 @@ def legend_of(roles: Sequence[str]) -> dict[str, str]:
     return {colour: ", ".join(names) for colour, names in families.items()}
 
 
-def figure_of_head(sample: Sample, layer: SampleLayer, head: int, title: str) -> Figure:
+def figure_of_head(sample: Sample, layer: SampleLayer, head: int, title: str) -> Drawing:
     """One head, large: queries down, keys to the right; of a long image, where the held positions look."""
     queries, keys = sample.positions[layer.queries], sample.positions[layer.keys]
     weights = layer.unpacked()[head]
@@ -117,7 +113,7 @@ def figure_of_head(sample: Sample, layer: SampleLayer, head: int, title: str) ->
     return figure
 
 
-def _figure_of_patches(queries: Positions, keys: Positions, rows: Sequence[int], weights: Any, title: str) -> Figure:
+def _figure_of_patches(queries: Positions, keys: Positions, rows: Sequence[int], weights: Any, title: str) -> Drawing:
     assert keys.grid is not None
     count = keys.grid[0] * keys.grid[1]
     figure, axes = new_figure(2.2 * (len(rows) + 1), 2.9, columns=len(rows) + 1)
@@ -138,5 +134,5 @@ def _figure_of_patches(queries: Positions, keys: Positions, rows: Sequence[int],
     return figure
 
 
-def _titled(axis: Axes, title: str) -> None:
+def _titled(axis: Any, title: str) -> None:
     axis.set_title(title, fontsize=8, loc="left", wrap=True, parse_math=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from headprune.app.documents import Heads, Sample, SampleLayer
@@ -66,20 +66,17 @@ def one_head(sample: Sample, layer: SampleLayer, head: int, colours: bool) -> Re
     queries, keys = sample.positions[layer.queries], sample.positions[layer.keys]
     weights = layer.unpacked()[head]
     rows = range(len(queries.labels)) if layer.rows is None else layer.rows
-    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
     picture = colours and keys.grid is None
-    if picture:
-        table.add_column()
+    columns = [Column(justify="right", no_wrap=True), Column(no_wrap=True), *([Column()] if picture else [])]
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 1), show_header=False)
     for row, row_weights in zip(rows, weights, strict=True):
         largest = [j for j in np.argsort(-row_weights, kind="stable")[:_KEYS] if row_weights[j] >= 0.05]
         names = Text("  ").join(Text(f"{keys.labels[j]} {row_weights[j]:.0%}") for j in largest)
-        columns = [Text(queries.labels[row], "bold"), names]
+        shown = [Text(queries.labels[row], "bold"), names]
         if picture:
             painted = (Text(k, f"{_ink(w)} on {_blue(w)}") for k, w in zip(keys.labels, row_weights, strict=True))
-            columns.append(Text(" ").join(painted))
-        table.add_row(*columns)
+            shown.append(Text(" ").join(painted))
+        table.add_row(*shown)
     return table
 
 
@@ -92,10 +89,7 @@ def figures_of(profile: HeadProfile) -> Text:
 def role_table(heads: Heads) -> Table:
     """Layers by heads, each with its role in short."""
     widest = max(len(layer.heads) for layer in heads.layers)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("")
-    for h in range(widest):
-        table.add_column(f"H{h}")
+    table = Table("", *(f"H{h}" for h in range(widest)), box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for layer in heads.layers:
         roles = [Text(_short(profile.role), "dim" if profile.role == MIXED else "") for profile in layer.heads]
         table.add_row(f"L{layer.index}", *(roles or [Text("?")]))

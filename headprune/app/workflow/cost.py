@@ -23,14 +23,12 @@ from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.parallel import current
 from headprune.running import config_kept, evaluating
-from headprune.scoring import HeadScores
-from headprune.scoring.base import method_and_settings
+from headprune.scoring import HeadScores, method_and_settings
 
 _REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
-_MEASURED = (
-    3.0 + RANDOM_DRAWS
-)  # of a plan on the reporting part: repaired, masked, repaired as the random heads are, and these
+# Passes of a plan over the reporting part: repaired, masked, repaired as the random heads are, and these.
+_MEASURED = 3.0 + RANDOM_DRAWS
 _LEVELS = 6  # points of the curve, about
 _SOLVE = 4e-9  # seconds of a layer's least squares, per number in a square matrix of its width, times a hundredth of the width
 _REPORT = 4.0  # seconds of the report and its pictures
@@ -94,10 +92,8 @@ def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScor
         widths = [p.weight.shape[1] for p in trials.calibration.projections]
         fits = (points + plans * _MEASURED) * sum(_SOLVE * width**3 / 100 for width in widths)
     once = forward / sum(map(cost_of, batches))
-    timing = sum(
-        (plans + 2) * max(latency.MIN_SECONDS, latency.MIN_RUNS * once * cost_of(example)) + 1.5
-        for _, _, example in inputs(scene)
-    )
+    passed = (latency.MIN_RUNS * once * cost_of(example) for _, _, example in inputs(scene))
+    timing = sum((plans + 2) * max(latency.MIN_SECONDS, seconds) + 1.5 for seconds in passed)
     if config.finetune:
         # For as many examples as are scored: what there is to train on is not read yet.
         passes += 4 * config.finetune * plans

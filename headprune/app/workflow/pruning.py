@@ -13,25 +13,21 @@ from headprune import latency
 from headprune.app import documents, report, runs
 from headprune.app.data import Part, load_also
 from headprune.app.options import Options
-from headprune.app.runs import RunFolder
 from headprune.app.seeing import look
-from headprune.app.workflow import results, search
+from headprune.app.workflow import results, saving, search
 from headprune.app.workflow.cost import announce, cost_of_pruning, cost_of_scores
-from headprune.app.workflow.saving import dense_weights
 from headprune.app.workflow.scene import Console, Scene, check_same, inputs, open_scene
-from headprune.app.workflow.search import PruneConfig
 from headprune.errors import HeadPruneError, first_line, is_of_the_disk
 from headprune.exporting import format_named
 from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
 from headprune.inputs import model_device
 from headprune.parallel import current
 from headprune.plan_search import SearchResult
-from headprune.scoring import HeadScores, save_scores, score
-from headprune.scoring.base import Settings, method_and_settings
+from headprune.scoring import HeadScores, Settings, method_and_settings, save_scores, score
 from headprune.store import Store, digest
 
 
-def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Scene, list[HeadScores]]:
+def score_run(options: Options, folder: runs.RunFolder, console: Console) -> tuple[Scene, list[HeadScores]]:
     """Score a model by each of the options' methods and write the run folder."""
     started, methods = time.monotonic(), options.methods
     scene = open_scene(options, console, labelled=None)
@@ -40,7 +36,7 @@ def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Sc
     scores, store = score_all(scene, methods, folder, console)
 
     def write() -> None:
-        content = RunFolder(folder.unfinished / "content")
+        content = runs.RunFolder(folder.unfinished / "content")
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
         write_heads(scene, store, content, console)
@@ -52,7 +48,7 @@ def score_run(options: Options, folder: RunFolder, console: Console) -> tuple[Sc
 
 
 def score_all(
-    scene: Scene, methods: Sequence[str], folder: RunFolder, console: Console
+    scene: Scene, methods: Sequence[str], folder: runs.RunFolder, console: Console
 ) -> tuple[list[HeadScores], Store]:
     """The scores by every method, and where they are kept."""
     if not methods:
@@ -75,7 +71,7 @@ def score_all(
     return [store.get(text, partial(score_by, text)) for text in methods], store
 
 
-def write_heads(scene: Scene, store: Store, content: RunFolder, console: Console) -> None:
+def write_heads(scene: Scene, store: Store, content: runs.RunFolder, console: Console) -> None:
     """Look what the heads do, and write heads.json; a model whose weights cannot be seen has none."""
 
     def make() -> documents.Heads:
@@ -88,36 +84,25 @@ def write_heads(scene: Scene, store: Store, content: RunFolder, console: Console
         console.say(f"What the heads do cannot be shown: {error.args[0]}")
 
 
-def run_document(scene: Scene, methods: Sequence[str], folder: RunFolder) -> documents.Run:
+def run_document(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -> documents.Run:
     """What run.json says, but for the time that it took; made before the long work, so that it is known to be writable."""
     attention = getattr(scene.model.config, "_attn_implementation", None)
     parameter = next(scene.model.parameters())
+    facts = documents.ModelFacts(
+        class_name=type(scene.model).__name__, task=scene.loaded.task.name, metric=scene.metric,
+        dtype=str(parameter.dtype).removeprefix("torch."), attention=attention if isinstance(attention, str) else None,
+        parameters=latency.parameters(scene.model), fingerprint=fingerprint(scene.model), config=config_hash(scene.model),
+        processor=processor_hash(scene.loaded.processor), heads=sum(layer.num_heads for layer in scene.layers),
+        layers=tuple(map(documents.LayerFacts.of, scene.layers)),
+    )  # fmt: skip
     return documents.Run(
-        commands=(runs.command_line(),),
-        when=runs.now(),
-        seconds=(),
-        options=scene.options,
-        methods=tuple(method_and_settings(text)[0] for text in methods),
-        environment=runs.environment(str(model_device(scene.model))),
-        **_cut_of(scene),
-        model=documents.ModelFacts(
-            class_name=type(scene.model).__name__,
-            task=scene.loaded.task.name,
-            metric=scene.metric,
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            attention=attention if isinstance(attention, str) else None,
-            parameters=latency.parameters(scene.model),
-            fingerprint=fingerprint(scene.model),
-            config=config_hash(scene.model),
-            processor=processor_hash(scene.loaded.processor),
-            heads=sum(layer.num_heads for layer in scene.layers),
-            layers=tuple(map(documents.LayerFacts.of, scene.layers)),
-        ),
-        folder=str(folder.path),
-    )
+        commands=(runs.command_line(),), when=runs.now(), seconds=(), options=scene.options,
+        methods=tuple(method_and_settings(text)[0] for text in methods), model=facts, folder=str(folder.path),
+        environment=runs.environment(str(model_device(scene.model))), **_cut_of(scene),
+    )  # fmt: skip
 
 
-def run_after(run: documents.Run, scene: Scene, folder: RunFolder) -> documents.Run:
+def run_after(run: documents.Run, scene: Scene, folder: runs.RunFolder) -> documents.Run:
     """A scoring run's document where another run prunes by its scores: the data beside the scored part may be other data."""
     scored = run.options
     options = replace(scene.options, methods=scored.methods, distil=scored.distil, keep=scored.keep)
@@ -133,23 +118,16 @@ def _cut_of(scene: Scene) -> dict[str, Any]:
 # -- prune -------------------------------------------------------------------------------------------
 
 
-def plan_run(config: PruneConfig, console: Console) -> tuple[list[HeadScores], SearchResult]:
-    """The scores, and the plans that `prune_run` would carry out; nothing is written.
-
-    Raises:
-        HeadPruneError: There are no scores, and the search needs some.
-    """
-    if config.source is None and config.needs_scores:
-        raise HeadPruneError("There are no scores to plan by.", "Run `headprune score` first.")
+def plan_run(config: search.PruneConfig, console: Console) -> tuple[list[HeadScores], SearchResult]:
+    """The scores that there are, and the plans that `prune_run` would carry out; nothing is written."""
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
-    return scores, search.search_or_plan(
-        scene, config, config.candidates(scores), search.trials_of(scene, config), console
-    )
+    trials = search.trials_of(scene, config)
+    return scores, search.search_or_plan(scene, config, config.candidates(scores), trials, console)
 
 
-def open_to_prune(config: PruneConfig, scores: Sequence[HeadScores], console: Console) -> Scene:
+def open_to_prune(config: search.PruneConfig, scores: Sequence[HeadScores], console: Console) -> Scene:
     """The model and the data.
 
     Raises:
@@ -169,7 +147,7 @@ def open_to_prune(config: PruneConfig, scores: Sequence[HeadScores], console: Co
     return scene
 
 
-def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> documents.Metrics:
+def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Console) -> documents.Metrics:
     """Prune to each budget, measure again, save the plans and the checkpoints, write the report; what metrics.json says.
 
     Args:
@@ -180,9 +158,8 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
     if half := scene.loaded.stored:
-        console.say(
-            f"{config.options.model} is stored in {str(half).removeprefix('torch.')}: pruned models are saved so, too."
-        )
+        dtype = str(half).removeprefix("torch.")
+        console.say(f"{config.options.model} is stored in {dtype}: pruned models are saved so, too.")
     methods = config.methods if source else config.methods_to_score
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
@@ -192,11 +169,11 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
     # What is only measured there changes no other result, but nothing may be trained on it.
     also = [part.content_hash for part in scene.parts.also]
     candidates = config.candidates(scores)
-    facts = [config.facts(), [s.method for s in candidates], [s.to_json() for s in scores]]
-    facts += also if config.finetune else []
+    asked = [config.search, config.plan, config.plan_file, config.finetune]
+    facts = [asked, [s.method for s in candidates], [s.to_json() for s in scores], *(also if config.finetune else [])]
     store = store_of(folder, "prune", scene, *facts, say=console.say)
     assert store.folder is not None
-    content = RunFolder(store.folder / "content")
+    content = runs.RunFolder(store.folder / "content")
     result_name = f"{store.folder.name} {[*also, *config.exports]}"
 
     def was_published() -> bool:
@@ -216,34 +193,22 @@ def prune_run(config: PruneConfig, folder: RunFolder, console: Console) -> docum
 
     def write() -> None:
         seconds = round(scored.seconds + store.seconds + time.monotonic() - started, 1)
-        document = replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds))
-        _write(context, scores, result, metrics, document)
+        if scores:
+            save_scores(content.scores_path, scores)
+        if source is not None and source.heads_path.exists():
+            shutil.copyfile(source.heads_path, content.heads_path)
+        else:
+            write_heads(scene, store, content, console)
+        for i, fit in enumerate(result.fits):
+            fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
+        metrics.write(content.metrics_path)
+        # Last, since it names the other documents by their checksums.
+        content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))
+        report.write_cards(content)
         publish(folder, content, result_name)
 
     current().first("writing the run", write)
     return metrics
-
-
-def _write(
-    context: results.PruneContext,
-    scores: Sequence[HeadScores],
-    result: SearchResult,
-    metrics: documents.Metrics,
-    run: documents.Run,
-) -> None:
-    """Write the documents of a run, all but its report, beside its checkpoints."""
-    source, content = context.config.source, context.content
-    if scores:
-        save_scores(content.scores_path, scores)
-    if source is not None and source.heads_path.exists():
-        shutil.copyfile(source.heads_path, content.heads_path)
-    else:
-        write_heads(context.scene, context.store, content, context.console)
-    for i, fit in enumerate(result.fits):
-        fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
-    metrics.write(content.metrics_path)
-    content.write_run(run)
-    report.write_cards(content)
 
 
 def _search(context: results.PruneContext, scores: Sequence[HeadScores]) -> SearchResult:
@@ -260,41 +225,28 @@ def _search(context: results.PruneContext, scores: Sequence[HeadScores]) -> Sear
 
 
 def _metrics(
-    context: results.PruneContext,
-    result: SearchResult,
-    curve: Sequence[documents.Point],
-    pruned_models: Sequence[results.CarriedOut],
+    context: results.PruneContext, result: SearchResult, curve: list[documents.Point], models: list[results.CarriedOut]
 ) -> documents.Metrics:
     """What metrics.json says, with the times and the exports, which are made here."""
     scene, metric = context.scene, context.scene.metric
-    weights, dtype = dense_weights(scene)
+    weights, dtype = saving.dense_weights(scene)
 
     def measure(part: Part | None = None) -> documents.Measured:
         return documents.Measured.of(context.measure("dense", scene.model, part), metric)
 
+    dense = documents.Dense(
+        **vars(measure()), parameters=latency.parameters(scene.model), weights=weights, dtype=dtype,
+        flops=latency.flops(scene.model, scene.typical_input()), guessing=results.guessing(scene),
+    )  # fmt: skip
+    also = [documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also]
     metrics = documents.Metrics(
-        metric=metric,
-        environment=context.environment,
-        planning=context.config.planning(result),
-        dense=documents.Dense(
-            **vars(measure()),
-            parameters=latency.parameters(scene.model),
-            flops=latency.flops(scene.model, scene.typical_input()),
-            guessing=results.guessing(scene),
-            weights=weights,
-            dtype=dtype,
-        ),
-        budgets=tuple(budget for budget, _ in pruned_models),
-        curve=tuple(curve),
-        also=tuple(
-            documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also
-        ),
-        **_times(context, pruned_models),
-    )
+        metric=metric, environment=context.environment, planning=context.config.planning(result), dense=dense,
+        budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(context, models),
+    )  # fmt: skip
 
     def export() -> documents.Metrics:
-        models = results.export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))
-        return replace(metrics, exports=models, engines=results.time_exports(context, models))
+        exports = results.export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))
+        return replace(metrics, exports=tuple(exports), engines=tuple(results.time_exports(context, exports)))
 
     return current().first("exports", export) if context.config.exports else metrics
 
@@ -311,7 +263,7 @@ def _times(context: results.PruneContext, pruned_models: Sequence[results.Carrie
     shapes = inputs(scene)
     prompts = [shape for shape in shapes if shape[1] == shapes[0][1]]  # of median length: they come first
 
-    def measure(name: str, make: Callable[[], Any]) -> Any:
+    def attempt(name: str, make: Callable[[], Any]) -> Any:
         try:
             return make()
         except Exception as error:  # such as a model that does not go on from its own cache: the run is worth more
@@ -319,20 +271,16 @@ def _times(context: results.PruneContext, pruned_models: Sequence[results.Carrie
             console.say(f"The report will have no {name}, which could not be measured ({why}).")
             return ()
 
-    more: dict[str, Callable[[], Any]] = {
-        "time": lambda: results.time_parts(scene.model, scene.layers, shapes, plans, latencies.rows, console),
-        "generation": lambda: results.time_generation(models, prompts, console),
-    }
-    measured = {
-        n: store.get(f"{n} {environment}", partial(first, partial(measure, n, make))) for n, make in more.items()
-    }
-    return {"latency": latencies, **{name: value for name, value in measured.items() if value}}
+    parts: Any = partial(results.time_parts, scene.model, scene.layers, shapes, plans, latencies.rows, console)
+    makes = {"time": parts, "generation": partial(results.time_generation, models, prompts, console)}
+    more = {name: partial(first, partial(attempt, name, make)) for name, make in makes.items()}
+    return {"latency": latencies, **{name: store.get(f"{name} {environment}", make) for name, make in more.items()}}
 
 
 # -- results on disk ---------------------------------------------------------------------------------
 
 
-def store_of(folder: RunFolder, name: str, scene: Scene, *facts: Any, say: Callable[[str], None]) -> Store:
+def store_of(folder: runs.RunFolder, name: str, scene: Scene, *facts: Any, say: Callable[[str], None]) -> Store:
     """The results of one computation: of this model, data, options and versions.
 
     Args:
@@ -348,7 +296,7 @@ def store_of(folder: RunFolder, name: str, scene: Scene, *facts: Any, say: Calla
     return folder.store(say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
 
 
-def publish(folder: RunFolder, content: RunFolder, name: str = "") -> None:
+def publish(folder: runs.RunFolder, content: runs.RunFolder, name: str = "") -> None:
     """Write the report of a complete run, and put all of it in the place of what is there.
 
     Args:

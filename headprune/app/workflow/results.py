@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,7 +32,6 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
 from headprune.exporting import Exported, export, format_named, is_exported, time_onnx
 from headprune.inputs import LABELS, writes
-from headprune.latency import LatencyRow
 from headprune.offload import copied
 from headprune.parallel import current
 from headprune.planning import Order
@@ -65,7 +64,7 @@ class PruneContext:
     environment: documents.Environment
 
     def measure(
-        self, name: str, what: nn.Module | Heads, also: Part | None = None, *, repaired: bool = False
+        self, name: str, what: nn.Module | Heads, also: Part | None = None, repaired: bool = False
     ) -> Measurement:
         """A model, or the dense one with heads masked, on the reporting part, or on a second dataset.
 
@@ -109,45 +108,31 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
     dense, pruned = context.measure("dense", scene.model), context.measure(f"pruned {asked}", model)
     drawn = [order.plan(plan.kept).drop for order in controls]
     random = [context.measure(f"random {asked} {i}", drop, repaired=True) for i, drop in enumerate(drawn)]
+    # The random control gets all fits of single layers, and nothing else.
+    further = repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
     like_random = pruned
-    if trained or _differs_from_control(repair):
+    if trained or further:
         like_random = context.measure(f"like control {asked}", plan.drop, repaired=True)
     repaired = None
     if repair is not None:
-        without = context.measure(f"unrepaired {asked}", plan.drop)
-        layers = documents.Measured.of(like_random, metric) if _differs_from_control(repair) else None
-        gain = compare(without, pruned, metric)
-        repaired = documents.Repaired(
-            **vars(repair), without=documents.Measured.of(without, metric), layers_alone=layers, gain=gain
-        )
+        unrepaired = context.measure(f"unrepaired {asked}", plan.drop)
+        without, alone = (documents.Measured.of(each, metric) for each in (unrepaired, like_random))
+        gain, layers_alone = compare(unrepaired, pruned, metric), alone if further else None
+        repaired = documents.Repaired(**vars(repair), without=without, layers_alone=layers_alone, gain=gain)
+    shape = latency.example_shape(budget_input(scene)) if fit.budget and fit.budget.timed else ()
     result = documents.BudgetResult(
-        **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")},
-        name=head_count(plan.kept),
-        budget=_budget_reading(scene, fit),
-        notes=(*plan.notes, *filter(None, [saved.note])),
+        **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")}, name=head_count(plan.kept),
+        budget=documents.BudgetRecord.of(fit, *shape), notes=(*plan.notes, *filter(None, [saved.note])),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
-        pruned=documents.Measured.of(pruned, metric),
-        change=compare(dense, pruned, metric),
+        pruned=documents.Measured.of(pruned, metric), change=compare(dense, pruned, metric),
         random=tuple(measurement.metrics[metric] for measurement in random),
         over_random=compare(mean_of(random), like_random, metric),
         also=tuple(_measure_also(context, plan, model, part) for part in scene.parts.also),
-        repair=repaired,
-        finetune=trained,
-        proof=proof,
-        parameters=latency.parameters(model),
-        flops=latency.flops(model, scene.typical_input()),
-        checkpoint=path.name,
-        size=size,
-        weights=saved.weights,
-        dtype=saved.dtype,
-        loads=checkpoint.load_call(path).code(),
-    )
+        repair=repaired, finetune=trained, proof=proof, parameters=latency.parameters(model),
+        flops=latency.flops(model, scene.typical_input()), checkpoint=path.name, size=size, weights=saved.weights,
+        dtype=saved.dtype, loads=checkpoint.load_call(path).code(),
+    )  # fmt: skip
     return result, model
-
-
-def _differs_from_control(repair: Repair | None) -> bool:
-    """Whether a repair is not what the random control gets: all fits of single layers, and nothing else."""
-    return repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
 
 
 def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, part: Part) -> documents.AlsoMeasured:
@@ -157,9 +142,8 @@ def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, pa
     pruned = context.measure(f"pruned {plan.asked}", model, part)
     if context.config.search.repair or context.config.finetune:
         gain = compare(context.measure(f"unrepaired {plan.asked}", plan.drop, part), pruned, metric)
-    return documents.AlsoMeasured(
-        pruned=documents.Measured.of(pruned, metric), change=compare(dense, pruned, metric), gain=gain
-    )
+    measured, change = documents.Measured.of(pruned, metric), compare(dense, pruned, metric)
+    return documents.AlsoMeasured(pruned=measured, change=change, gain=gain)
 
 
 def mean_of(measurements: Sequence[Measurement]) -> Measurement:
@@ -173,32 +157,27 @@ def guessing(scene: Scene) -> float | None:
     if scene.metric == "perplexity":
         size = getattr(scene.loaded.config.get_text_config(), "vocab_size", None)
         return float(size) if isinstance(size, int) else None
-    return most_frequent(scene.parts.report.features)
-
-
-def most_frequent(features: Iterable[Mapping[str, Any]]) -> float | None:
-    """The accuracy of always giving the most frequent label; None where labels are no classes.
-
-    Where an example has several labels at once, each has a most frequent value of its own; so have an answer's start and end.
-    """
+    # Where an example has several labels at once, each has a most frequent value of its own; so have an answer's start and end.
     counts: dict[tuple[str, int], Counter[float]] = {}
-    for feature in features:
+    for feature in scene.parts.report.features:
         for name in LABELS:
             labels = feature.get(name, [])
             for i, label in enumerate(labels if isinstance(labels, list) else [labels]):
                 several = isinstance(label, float)  # classes are whole numbers; several at once are 0.0 or 1.0
                 if several and label not in (0.0, 1.0):
-                    return None
+                    return None  # labels are no classes
                 if label != IGNORED:
                     counts.setdefault((name, i if several else 0), Counter())[label] += 1
     total = sum(count.total() for count in counts.values())
     return sum(max(count.values()) for count in counts.values()) / total if total else None
 
 
-def _make(
-    context: PruneContext, plan: PruningPlan, path: Path
-) -> tuple[Repair | None, documents.Trained | None, documents.Proved, saving.Saved, int]:
-    """Repair, prune, train and save: what each of these did, and the folder's bytes before its card tells the run's figures."""
+Made = tuple[Repair | None, documents.Trained | None, documents.Proved, saving.Saved, int]
+"""What repair, training, pruning and saving did, and the folder's bytes before its card tells the run's figures."""
+
+
+def _make(context: PruneContext, plan: PruningPlan, path: Path) -> Made:
+    """Repair, prune, train and save."""
     scene, trials, console, trained = context.scene, context.trials, context.console, None
     progress = console.track(f"repairing {head_count(plan.kept)}") if trials.repair else nullcontext()
     with progress, trials.repaired(plan.drop, whole=True) as repair:
@@ -219,7 +198,7 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
     from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
 
     scene, console = context.scene, context.console
-    before = evaluate(pruned, scene.parts.report.batches())
+    before = documents.Measured.of(evaluate(pruned, scene.parts.report.batches()), scene.metric)
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
     console.say(*notes)
     options = FinetuneOptions(epochs=context.config.finetune, seed=scene.options.seed)
@@ -228,19 +207,7 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
             pruned, scene.model, train, scene.parts.choose, options, context.content.path.parent / f"finetune-{asked}",
             metric=scene.metric, progress=progress, say=console.say,
         )  # fmt: skip
-    return model, documents.Trained(
-        **vars(training), options=options, before=documents.Measured.of(before, scene.metric)
-    )
-
-
-def _budget_reading(scene: Scene, fit: Fit) -> documents.BudgetRecord:
-    """A budget as it was asked for, and what the plan was measured to cost."""
-    budget, reading = fit.budget, fit.reading
-    if budget is None or reading is None:
-        return documents.BudgetRecord(asked=fit.plan.budget)
-    return documents.BudgetRecord.of(
-        budget, reading, *latency.example_shape(budget_input(scene)) if budget.timed else ()
-    )
+    return model, documents.Trained(**vars(training), options=options, before=before)
 
 
 # -- times -------------------------------------------------------------------------------------------
@@ -274,7 +241,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
 
 def time_parts(
     model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Heads],
-    timed: Sequence[LatencyRow], console: Console,
+    timed: Sequence[latency.LatencyRow], console: Console,
 ) -> tuple[documents.TimeParts, ...]:  # fmt: skip
     """What the dense model's passes spend their time on, with the most that each plan can gain of it.
 
@@ -317,9 +284,7 @@ def _everything(layers: Sequence[AttentionLayer]) -> Heads:
     return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
 
 
-def export_models(
-    context: PruneContext, results: Sequence[documents.BudgetResult]
-) -> tuple[documents.ExportedModel, ...]:
+def export_models(context: PruneContext, results: Sequence[documents.BudgetResult]) -> list[documents.ExportedModel]:
     """Every pruned model in every format, beside the checkpoints. What a format cannot express is said, and loses nothing."""
     models, store = [], context.store
     for name in dict.fromkeys(context.config.exports):
@@ -327,16 +292,14 @@ def export_models(
             file = context.content.path / f"{result.checkpoint}{format_named(name).suffix}"
             if not file.exists():  # a publication took it
                 store.forget(f"export {file.name}")
-            model = store.get(f"export {file.name}", partial(_export_result, context, name, result, file))
+            model = store.get(f"export {file.name}", partial(_exported, context, name, result, file))
             for line in model.notes if model.file else (model.summary, *model.notes):
                 context.console.say(f"{file.name}: {line}")
             models.append(model)
-    return tuple(models)
+    return models
 
 
-def time_exports(
-    context: PruneContext, models: Sequence[documents.ExportedModel]
-) -> tuple[documents.EngineLatency, ...]:
+def time_exports(context: PruneContext, models: Sequence[documents.ExportedModel]) -> list[documents.EngineLatency]:
     """The models of each format against the dense one, on the inputs that the run times; of formats whose engine can be timed here."""
     rows = []
     for name in dict.fromkeys(model.format for model in models):
@@ -344,12 +307,10 @@ def time_exports(
         if files and all(map(is_exported, files.values())):
             make = partial(_time_format, context, name, files)
             rows.append(context.store.get(f"latency {name} {context.environment}", make))
-    return tuple(rows)
+    return rows
 
 
-def _export_result(
-    context: PruneContext, name: str, result: documents.BudgetResult, file: Path
-) -> documents.ExportedModel:
+def _exported(context: PruneContext, name: str, result: documents.BudgetResult, file: Path) -> documents.ExportedModel:
     facts: dict[str, Any] = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
     trusted = context.scene.options.loading.trust_remote_code
     try:

@@ -59,8 +59,7 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, **about: 
             if is_out_of_memory(error) or isinstance(error, OSError):
                 raise
             note = f"Saved in float32: in {_name(half)}, as it was stored, the model does not work here ({first_line(error)})."
-    saved = _saved(scene, model, path, tolerance, about)
-    return replace(saved, note=note)
+    return replace(_saved(scene, model, path, tolerance, about), note=note)
 
 
 def load(scene: Scene, path: Path) -> nn.Module:
@@ -100,17 +99,15 @@ def _saved(scene: Scene, model: nn.Module, path: Path, tolerance: float, about: 
     )  # fmt: skip
     reloaded = load(scene, path)
     if half:
-        dtype = half
         widen(model)
     example = move(scene.example, model_device(model))
     with torch.inference_mode():
         pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
         difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
     if not difference <= tolerance:
-        raise PruneError(
-            f"The saved model answers differently after loading (by {difference:.2g}).", "Please report this."
-        )
-    return Saved(_name(dtype), difference, weights)
+        hint = "Please report this."
+        raise PruneError(f"The saved model answers differently after loading (by {difference:.2g}).", hint)
+    return Saved(_name(half or dtype), difference, weights)
 
 
 def dense_weights(scene: Scene) -> tuple[int, str]:

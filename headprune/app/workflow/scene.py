@@ -19,11 +19,10 @@ from headprune.app.sources import placed
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
-from headprune.inputs import first_rows
+from headprune.inputs import first_rows, without_labels
 from headprune.parallel import current
 from headprune.plan_search import SearchConsole
-from headprune.scoring import HeadScores, method_named
-from headprune.scoring.base import method_and_settings
+from headprune.scoring import HeadScores, method_and_settings, method_named
 from headprune.trace import find_attention
 
 Console = SearchConsole
@@ -59,13 +58,11 @@ class Scene:
 
     def typical_input(self, batch: int = 1) -> dict[str, Any]:
         """Examples of median length, without labels where the model does not need them."""
-        example: dict[str, Any] = self.parts.report.typical(min(batch, len(self.parts.report)))
+        example = self.parts.report.typical(min(batch, len(self.parts.report)))
         if len(self.parts.report) < batch:
             example = {k: torch.cat([v] * (batch // len(v) + 1))[:batch] for k, v in example.items()}
-        example = first_rows(example, batch)
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            return example
-        return {k: v for k, v in example.items() if k not in ("labels", "start_positions", "end_positions")}
+        typical: dict[str, Any] = first_rows(without_labels(self.model, example), batch)
+        return typical
 
 
 def open_scene(options: Options, console: Console, *, labelled: bool | None = True) -> Scene:
@@ -149,10 +146,8 @@ def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) ->
             )
     run = source.read_run()
     for what in run.model.other_now(run.environment, config_hash(scene.model), processor_hash(scene.loaded.processor)):
-        raise ScoresError(
-            f"The {what} of {scene.options.model} has changed since {source.path} was scored.",
-            "Restore it, or score again.",
-        )
+        hint = "Restore it, or score again."
+        raise ScoresError(f"The {what} of {scene.options.model} has changed since {source.path} was scored.", hint)
     before, then, now = run.options.data, run.parts.score, Examples.of(scene.parts.score)
     changed = changed_options(before, scene.options.data)
     if then.same(now):
@@ -163,10 +158,8 @@ def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) ->
         return [note]
     flags = " and ".join(flag for flag in changed if flag != "--report-limit")
     if not flags:
-        raise ScoresError(
-            f"{before.dataset} no longer holds the examples that were scored for {source.path}.",
-            "Score again, or restore the data.",
-        )
+        hint = "Score again, or restore the data."
+        raise ScoresError(f"{before.dataset} no longer holds the examples that were scored for {source.path}.", hint)
     raise ScoresError(
         f"The scores in {source.path} are of {then.examples:,} examples of {then.split!r}; with {flags} the scoring part "
         f"is another one ({now.examples:,} of {now.split!r}), and a run has one, for scores and repair.",
@@ -184,9 +177,8 @@ def seen_before(parts: DataParts, before: DataParts, same_data: bool) -> int:
     inputs = {key for part in used for key in part.inputs}
     rows = {(part.split, row) for part in used for row in part.rows} if same_data else set()
     report = parts.report
-    return sum(
-        key in inputs or (report.split, row) in rows for key, row in zip(report.inputs, report.rows, strict=True)
-    )
+    examples = zip(report.inputs, report.rows, strict=True)
+    return sum(key in inputs or (report.split, row) in rows for key, row in examples)
 
 
 def changed_options(before: DataOptions, now: DataOptions) -> list[str]:

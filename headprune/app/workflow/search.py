@@ -15,12 +15,10 @@ from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import interval, measurable
 from headprune.options import SearchOptions
-from headprune.plan_search import SearchResult
 from headprune.planning import AUTO, Order, Search, abouts, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
-from headprune.scoring import HeadScores, score
-from headprune.scoring.base import method_and_settings
+from headprune.scoring import HeadScores, method_and_settings, score
 from headprune.store import Store
 from headprune.trials import Trials
 
@@ -79,17 +77,15 @@ class PruneConfig:
         scores = self.source.read_scores()
         known = [s.method for s in scores]
         if missing := [m for m in self.method_names if m not in known]:
-            raise ScoresError(
-                f"{self.source.scores_path} holds no scores by {missing[0]}.",
-                f"It has {', '.join(known)}; score again with --method {missing[0]}.",
-            )
+            hint = f"It has {', '.join(known)}; score again with --method {missing[0]}."
+            raise ScoresError(f"{self.source.scores_path} holds no scores by {missing[0]}.", hint)
         return scores
 
     def candidates(self, scores: Sequence[HeadScores]) -> list[HeadScores]:
         """The scores to plan by: those asked for, and random only if there is nothing else."""
         return plan_search.candidates([s for s in scores if s.method in self.method_names] if self.methods else scores)
 
-    def planning(self, result: SearchResult) -> Planning:
+    def planning(self, result: plan_search.SearchResult) -> Planning:
         """How the plans were made, for the report."""
         if self.plan is not None:
             return Planning(plan=self.plan_file)
@@ -99,10 +95,6 @@ class PruneConfig:
             min_heads_per_layer=search.min_heads_per_layer, effort=effort_named(search.effort), work=dict(result.work),
             judged_by=result.judged_by, compared=result.compared,
         )  # fmt: skip
-
-    def facts(self) -> list[object]:
-        """What results depend on, beside the model, the data and the scores."""
-        return [self.search, self.plan, self.plan_file, self.finetune]
 
     def check_placement(self) -> None:
         """Refuse what a model that is spread over devices cannot do, before it is loaded.
@@ -127,9 +119,8 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
     if config.plan is not None:
         config.plan.on(scene.layers)
         if not any(config.plan.drop.values()):
-            raise HeadPruneError(
-                f"The plan {config.plan_file} drops no head.", 'Name some in its `drop`, such as {"L0": [3]}.'
-            )
+            hint = 'Name some in its `drop`, such as {"L0": [3]}.'
+            raise HeadPruneError(f"The plan {config.plan_file} drops no head.", hint)
     else:
         plan_search.constraints_of(config.search, scene.maskable)
         for budget in config.search.budgets:
@@ -159,7 +150,7 @@ def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> 
 
 def search_or_plan(
     scene: Scene, config: PruneConfig, scores: Sequence[HeadScores], trials: Trials, console: Console
-) -> SearchResult:
+) -> plan_search.SearchResult:
     """For every budget a plan that meets it; or the user's plan.
 
     Raises:
@@ -170,8 +161,7 @@ def search_or_plan(
             config.search, scores, trials, lambda budget: subject_for(budget, scene, trials), console
         )
     config.plan.check_model(scene.model)
-    config.plan.on(scene.layers)  # a layer that cannot be masked is refused by name
-    return SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
+    return plan_search.SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
 
 
 def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> Subject:
@@ -192,25 +182,21 @@ def random_orders(scene: Scene, config: PruneConfig, fits: Sequence[Fit]) -> lis
     return orders
 
 
-def curves(config: PruneConfig, result: SearchResult, trials: Trials) -> dict[str, Order]:
+def curves(config: PruneConfig, result: plan_search.SearchResult, trials: Trials) -> dict[str, Order]:
     """The orders whose curves are drawn: of those that `auto` makes itself the one that is used, or the best one, beside the scores'."""
     orders, fits = dict(result.orders), result.fits
     own = [name for name, order in orders.items() if not order.method]
     if config.search.strategy != AUTO or len(own) < 2:
         return orders
     used = fits[0].plan.strategy
-    best = used if used in own else _best({name: orders[name] for name in own}, [f.plan.asked for f in fits], trials)
-    return {name: order for name, order in orders.items() if name not in own or name == best}
-
-
-def _best(orders: dict[str, Order], levels: Sequence[int], trials: Trials) -> str:
-    """The order that reaches most of some numbers of kept heads, and has the best plans there."""
 
     def merit(name: str) -> tuple[int, float]:
-        plans = [orders[name].plan(keep) for keep in levels if orders[name].least <= keep]
+        """How many of the budgets an order reaches, and how good its plans are there."""
+        plans = [orders[name].plan(f.plan.asked) for f in fits if orders[name].least <= f.plan.asked]
         return len(plans), sum(map(trials.merit, plans))
 
-    return max(orders, key=merit)
+    best = used if used in own else max(own, key=merit)
+    return {name: order for name, order in orders.items() if name not in own or name == best}
 
 
 def trade_off(
@@ -236,8 +222,7 @@ def trade_off(
             measured = trials.measure(plan.drop)
             low, high = interval(measured, trials.metric)
             value, loss = measured.metrics[trials.metric], measured.metrics["loss"]
-            curve.append(
-                Point(method=name, kept=plan.kept, asked=plan.asked, value=value, low=low, high=high, loss=loss)
-            )
+            point = Point(method=name, kept=plan.kept, asked=plan.asked, value=value, low=low, high=high, loss=loss)
+            curve.append(point)
             progress(i + 1, len(jobs))
     return curve

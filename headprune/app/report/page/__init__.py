@@ -19,8 +19,8 @@ from markupsafe import Markup, escape
 from headprune.amounts import visible
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Documents, Section, Strong, Table, block_of, blocks_of
-from headprune.app.report.sections.heads import basis
-from headprune.app.report.sections.opening import loading
+from headprune.app.report.sections import heads, opening
+from headprune.inputs import map_leaves
 from headprune.scoring.scores import HeadScores
 
 
@@ -30,17 +30,14 @@ def render(documents: Documents, sections: Sequence[Section], pictures: Mapping[
     Args:
         pictures: PNG files by the names that figures have.
     """
-    opening, *others = (_section(section, pictures, "h2" if i else "h1") for i, section in enumerate(sections))
+    first, *others = (_section(section, pictures, "h2" if i else "h1") for i, section in enumerate(sections))
     template, assets = _template()
     return template.render(
-        assets,
-        title=visible(sections[0].title),
-        opening=opening,
-        sections=Markup("").join(others),
+        assets, title=visible(sections[0].title), opening=first, sections=Markup("").join(others),
         heads=_html(block_of(_heads(documents)), "Table of all heads", {}),
-        explained=_html(blocks_of(Strong(f"{s.method}:", basis(s)) for s in documents.rankings), "", {}),
+        explained=_html(blocks_of(Strong(f"{s.method}:", heads.basis(s)) for s in documents.rankings), "", {}),
         data=_plain(_sizes(documents) | _attention(documents)),
-    )
+    )  # fmt: skip
 
 
 @functools.cache
@@ -104,7 +101,7 @@ def _sizes(documents: Documents) -> dict[str, Any]:
     budgets = verdict.largest_first(metrics)[::-1]
     return {
         "kept": [*(b.kept for b in budgets), budgets[0].total], "start": budgets.index(verdict.judge(metrics).budget),
-        "uses": [*(loading(documents.run, b) for b in budgets), "the model as it is"],
+        "uses": [*(opening.loading(documents.run, b) for b in budgets), "the model as it is"],
     }  # fmt: skip
 
 
@@ -129,24 +126,23 @@ def _score(scores: HeadScores, layer: str, head: int) -> str:
 
 def _attention(documents: Documents) -> dict[str, Any]:
     """The methods, why every head has its role (or why it could not be seen), and what it attends to in the samples."""
-    heads, layers, reasons = documents.heads, documents.run.model.layers, []
-    profiles = {layer.name: layer for layer in heads.layers} if heads is not None else {}
-    for layer in layers if heads is not None else ():
+    seen, layers, reasons = documents.heads, documents.run.model.layers, []
+    profiles = {layer.name: layer for layer in seen.layers} if seen is not None else {}
+    for layer in layers if seen is not None else ():
         profile = profiles.get(layer.name)
         unseen = [profile.unseen if profile else "not looked at"] * layer.num_heads
         reasons += [head.because for head in profile.heads] if profile and profile.heads else unseen
     return {
         "methods": [s.method for s in documents.rankings], "layers": [[f"L{layer.index}", layer.num_heads] for layer in layers],
-        "reasons": reasons, "samples": heads.to_json()["samples"] if heads is not None else [],
+        "reasons": reasons, "samples": seen.to_json()["samples"] if seen is not None else [],
     }  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
     """A value as JSON can hold it: numbers that are not finite as null, texts without control characters."""
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, str):
-        return visible(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    def plain(leaf: Any) -> Any:
+        unknown = isinstance(leaf, float) and not math.isfinite(leaf)
+        return visible(leaf) if isinstance(leaf, str) else None if unknown else leaf
+
+    return map_leaves(value, plain)

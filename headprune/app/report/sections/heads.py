@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from headprune import amounts
-from headprune.amounts import code
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
-from headprune.app.pictures import new_figure
+from headprune.app.pictures import Drawing, new_figure
 from headprune.app.report import verdict
-from headprune.app.report.content import Block, Documents, Figure, Strong, Table, capital, notes_by_size
+from headprune.app.report.content import Block, Documents, Figure, Table, capital, notes_by_size
 from headprune.app.seeing import by_role
 from headprune.app.seeing.pictures import figure_of_all
 from headprune.scoring import METHODS
 from headprune.scoring.scores import HeadScores, agreements, chance
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Drawing
-
-
-def importance(rankings: Sequence[HeadScores]) -> list[Block]:
-    """What each method's scores mean."""
-    return [Strong(f"{s.method}:", f"{basis(s)}{_harmful(s)}") for s in rankings]
 
 
 def method_line(method: str) -> str:
@@ -41,7 +32,7 @@ def basis(scores: HeadScores) -> str:
     return f"{method_line(scores.method)} {'; '.join(str(fact) for fact in facts if fact)}."
 
 
-def _harmful(s: HeadScores) -> str:
+def harmful(s: HeadScores) -> str:
     """How many heads the model would be better without; "" where that is not known, or there are none."""
     values, errors = s.flat(), s.flat_stderr()
     if not (s.signed and float(values.min()) < 0 and bool(errors.isfinite().all())):
@@ -142,14 +133,14 @@ def removed(run: Run, metrics: Metrics) -> list[Block]:
     for layer in run.model.layers:
         gone = [", ".join(f"H{h}" for h in b.drop.get(layer.name, ())) for b in budgets]
         if any(gone):
-            layers.append((f"L{layer.index} ({code(layer.name)})", *(heads or "–" for heads in gone)))
+            layers.append((f"L{layer.index} ({amounts.code(layer.name)})", *(heads or "–" for heads in gone)))
     folders = []
     for b in budgets:
-        by = ", ".join(dict.fromkeys(filter(None, [b.method, b.strategy]))) or code(metrics.planning.plan)
-        size, loads = amounts.size(b.size, 3) if b.size else "", code(b.loads) if b.loads else ""
-        folders.append((str(b.kept), by, code(f"{b.checkpoint}/"), size, loads))
+        by = ", ".join(dict.fromkeys(filter(None, [b.method, b.strategy]))) or amounts.code(metrics.planning.plan)
+        size, loads = amounts.size(b.size, 3) if b.size else "", amounts.code(b.loads) if b.loads else ""
+        folders.append((str(b.kept), by, amounts.code(f"{b.checkpoint}/"), size, loads))
     emptied = "These layers lost all their heads, but keep one head (or group) with zero output for the cache: "
-    ghosts = [[f"{emptied}{', '.join(map(code, b.proof.ghosts))}."] * bool(b.proof.ghosts) for b in budgets]
+    ghosts = [[f"{emptied}{', '.join(map(amounts.code, b.proof.ghosts))}."] * bool(b.proof.ghosts) for b in budgets]
     notes = [(b.kept, [*empty, *b.notes]) for b, empty in zip(budgets, ghosts, strict=True)]
     return [
         Table(("layer", *(f"removed to keep {b.kept}" for b in budgets)), layers),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headprune import amounts
-from headprune.amounts import code, head_count
-from headprune.app.documents import DISTURBED, Measured, Metrics, Run, TimeParts
+from headprune.app.documents import DISTURBED, Measured, Metrics, TimeParts
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Table, listed, notes_by_size
 from headprune.decoding import GenerationRow
@@ -21,7 +20,7 @@ def other_table(metrics: Metrics) -> Table:
     effect = ["effect of repair"] if repairs else ["effect of training"] * verdict.trained(metrics)
     rows = []
     for i, data in enumerate(metrics.also):
-        name = f"{code(data.name)}, {data.data.examples:,} examples"
+        name = f"{amounts.code(data.name)}, {data.data.examples:,} examples"
         dense = (name, f"{budgets[0].total} (dense)", numbers.interval(data.dense, metric), "", "", "")
         rows.append(dense[: 5 + len(effect)])
         for b in budgets:
@@ -29,8 +28,7 @@ def other_table(metrics: Metrics) -> Table:
             gain = f"{numbers.change(there.gain, metric)}, {there.gain.verdict}" if there.gain else "–"
             value, change = numbers.interval(there.pruned, metric), numbers.change(there.change, metric)
             rows.append((name, str(b.kept), value, change, there.change.verdict, gain)[: 5 + len(effect)])
-    head = ["data", "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", *effect]
-    return Table(head, rows)
+    return Table(["data", "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", *effect], rows)
 
 
 def metrics_table(metrics: Metrics) -> Table:
@@ -61,7 +59,7 @@ def metrics_table(metrics: Metrics) -> Table:
 def left_out(metrics: Metrics) -> str:
     """The steps of repair that were tried and not kept; "" if all were."""
     trials = [(b.kept, t) for b in verdict.largest_first(metrics) if b.repair for t in b.repair.trials]
-    steps = [f"{trial.step} with {head_count(kept)}" for kept, trial in trials if not trial.kept]
+    steps = [f"{trial.step} with {amounts.head_count(kept)}" for kept, trial in trials if not trial.kept]
     return listed(steps) if steps else ""
 
 
@@ -71,11 +69,6 @@ def repair_notes(metrics: Metrics) -> list[str]:
 
 
 _MUCH = 0.25  # the share of launch overhead that is worth a sentence
-
-
-def on_gpu(run: Run, metrics: Metrics) -> bool:
-    """Whether the models were timed on a CUDA device."""
-    return (metrics.environment or run.environment).device.startswith("cuda")
 
 
 def rounds(metrics: Metrics) -> int:
@@ -165,10 +158,5 @@ def generation_table(rows: Sequence[GenerationRow]) -> Table:
 
 def exports_table(metrics: Metrics) -> Table:
     """The files that were written for other engines."""
-    rows = [(e.name, e.format, f"{code(e.file) if e.file else 'not written'}: {e.summary}") for e in metrics.exports]
-    return Table(("model", "written for", "file"), rows)
-
-
-def export_notes(metrics: Metrics) -> list[str]:
-    """What was noticed while they were written, each once."""
-    return [*dict.fromkeys(note for export in metrics.exports for note in export.notes)]
+    files = ((export, amounts.code(export.file) if export.file else "not written") for export in metrics.exports)
+    return Table(("model", "written for", "file"), [(e.name, e.format, f"{file}: {e.summary}") for e, file in files])

@@ -1,20 +1,18 @@
-"""The first screen: what can go, what it costs, how fast it is, and how to use it."""
+"""The first screen: what can go, what it costs, how fast it is, how to use it, and what a reader must know before believing it."""
 
 from __future__ import annotations
 
 import json
-import shlex
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from headprune.amounts import code, head_count
-from headprune.app.documents import BudgetResult, Metrics, Run
+from headprune.app.documents import BudgetResult, Examples, Metrics, Run
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Block, Documents, Markdown, Strong, bullets, capital, command_lines, listed
+from headprune.app.report.content import Block, Markdown, Strong, bullets, capital, listed
 from headprune.app.report.sections import plans
-from headprune.app.report.sections.heads import method_line
-from headprune.app.report.sections.trust import cautions, shortened
 from headprune.evaluation import Change
-from headprune.scoring.scores import HeadScores
+from headprune.uncertainty import FEW
 
 _SHARES = {
     Fraction(1, 2): "half", Fraction(1, 3): "a third", Fraction(2, 3): "two thirds", Fraction(1, 4): "a quarter",
@@ -29,27 +27,9 @@ def summary(run: Run, metrics: Metrics) -> list[Block]:
     return [Strong(headline(run, metrics)), *warnings, plans.table(metrics)]
 
 
-def next_command(run: Run) -> Markdown:
-    """What to type to prune, once heads are scored."""
-    return command_lines([f"headprune prune --keep 50%{f' -o {shlex.quote(run.folder)}' if run.folder else ''}"])
-
-
-def scored(documents: Documents) -> Markdown:
-    """The heads that matter most and least, and a caution."""
-    warnings = [Strong("Caution:", text) for text in shortened(documents.run.parts.score, "scored")]
-    return bullets([*map(_extremes, documents.rankings), *warnings])
-
-
-def _extremes(scores: HeadScores) -> str:
-    heads = scores.top(len(scores.labels()))
-    most, least = (
-        ", ".join(f"{label} ({score:.4f}{'' if error != error else f'±{error:.4f}'})" for label, score, error in some)
-        for some in (heads[:3], heads[:-4:-1])
-    )
-    return (
-        f"By {scores.method}, the heads that matter most are {most}, the ones that matter least {least} (L: layer, H: head, "
-        f"both from 0; ±: standard error; {scores.unit}). The method: {method_line(scores.method)}"
-    )
+def extremes(heads: Sequence[tuple[str, float, float]]) -> str:
+    """Heads with their scores and standard errors."""
+    return ", ".join(f"{name} ({score:.4f}{'' if error != error else f'±{error:.4f}'})" for name, score, error in heads)
 
 
 def headline(run: Run, metrics: Metrics) -> str:
@@ -161,27 +141,14 @@ def _gain(pair: verdict.AgainstRandom, metric: str) -> str:
     return f" ({against}: {numbers.change(change, metric).replace(' (', ', ')}" if change else f" ({against})"
 
 
-def usage(run: Run, metrics: Metrics) -> str:
-    """What to type to get a model as it was measured: with headprune, and with transformers alone."""
-    result = verdict.judge(metrics)
-    budget, which = result.budget, "it" if result.recommended or len(metrics.budgets) == 1 else "one"
-    own = code(f"import headprune; model = {loading(run, budget)}")
-    if budget.runs_code:  # transformers alone would build the class from the model's own code, with all heads
-        return f"To use {which}: {own}."
-    native = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
-    other = native or "from_pretrained(folder, trust_remote_code=True)"
-    other = f'{other.removesuffix(")")}, dtype="float32")' if _widened(run, budget) else other
-    return f"To use {which}: {own}, or without headprune, with the same folder, transformers' {code(other)}."
-
-
 def loading(run: Run, budget: BudgetResult) -> str:
     """The call that loads a budget's model as it was measured."""
     folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
-    trust, widen = ", trust_remote_code=True" * budget.runs_code, ".float()" * _widened(run, budget)
+    trust, widen = ", trust_remote_code=True" * budget.runs_code, ".float()" * widened(run, budget)
     return f"headprune.load({json.dumps(folder, ensure_ascii=False)}{trust}){widen}"
 
 
-def _widened(run: Run, budget: BudgetResult) -> bool:
+def widened(run: Run, budget: BudgetResult) -> bool:
     """Whether a model is saved in half precision, but was measured in float32."""
     return bool(budget.dtype) and budget.dtype != run.model.dtype == "float32"
 
@@ -196,3 +163,82 @@ def precision(run: Run, metrics: Metrics) -> str:
     if computed != "float32":
         return f"{text}."
     return f'{text}, as `headprune.load(folder).float()` gives, or `from_pretrained(folder, dtype="float32", …)`.'
+
+
+# -- what a reader must know before believing the headline ------------------------------------------
+
+
+def cautions(run: Run, metrics: Metrics) -> list[str]:
+    """Every one that this run needs, the most important first."""
+    return [
+        *_no_better_than_random(metrics), *_trained_on_choosing(run, metrics), *_worse_on_other_data(metrics),
+        *shortened(run.parts.report, "reported"), *_carried_by_few(metrics),
+    ]  # fmt: skip
+
+
+def shortened(part: Examples, role: str) -> Iterator[str]:
+    """Texts were cut at their end."""
+    were, their, they = ("was", "its", "it is") if part.shortened == 1 else ("were", "their", "they are")
+    if part.shortened:
+        yield (
+            f"{part.shortened:,} of the {part.examples:,} {role} texts {were} cut at {their} end: {they} longer than the model or "
+            "`--max-length` allows."
+        )
+
+
+def _no_better_than_random(metrics: Metrics) -> Iterator[str]:
+    verdicts = {verdict.against_random(metrics, b).verdict for b in metrics.budgets}
+    if metrics.planning.plan is None and "better" not in verdicts:
+        several = len(metrics.budgets) > 1
+        sizes = "At none of these sizes did the chosen heads" if several else "The chosen heads did not"
+        yield f"{sizes} measurably beat as many random ones, so this run does not show that it matters which heads go."
+
+
+def _trained_on_choosing(run: Run, metrics: Metrics) -> Iterator[str]:
+    """The dense model is far better where plans were chosen than where they are reported."""
+    dense, metric = metrics.dense, metrics.metric
+    (there,) = (p for p in metrics.curve if p.method == "dense")
+    if there.low > dense.high if metric == "accuracy" else there.high < dense.low:
+        split = code(run.parts.choose.split)
+        yield (
+            f"The dense model's {metric} is {numbers.value(there.value, metric)} where plans were chosen ({split}) and "
+            f"{numbers.value(dense.metrics[metric], metric)} on the examples that are reported, so it was probably trained on "
+            f"{split}. The reported figures stand, but plans were compared on examples that the model has memorised; choose others with "
+            "`--choose-split`."
+        )
+
+
+def _worse_on_other_data(metrics: Metrics) -> Iterator[str]:
+    """A pruned model does worse on second data than the first data lets expect."""
+    metric = metrics.metric
+    for b in verdict.largest_first(metrics):
+        gain = b.repair.gain.verdict if b.repair and b.repair.gain else ""
+        effect = "helped" if gain == "better" else "changed nothing measurable"
+        for data, there in zip(metrics.also, b.also, strict=True):
+            if there.gain and there.gain.verdict == "worse" and gain != "worse":
+                yield (
+                    f"With {head_count(b.kept)}, repair hurts on {code(data.name)} ({numbers.change(there.gain, metric)}), while it "
+                    f"{effect} on the first data. `--no-repair` turns it off."
+                )
+            if there.change.verdict == "worse" and b.change.verdict != "worse":
+                yield (
+                    f"With {head_count(b.kept)}, {metric} is measurably worse on {code(data.name)} "
+                    f"({numbers.change(there.change, metric)}), though not on the first data."
+                )
+
+
+def _carried_by_few(metrics: Metrics) -> Iterator[str]:
+    """A change of perplexity hangs on so few examples that its interval may be too narrow."""
+    for b in verdict.largest_first(metrics) if metrics.metric != "accuracy" else ():
+        if 0 < b.change.carried_by < FEW <= b.change.examples:
+            yield (
+                f"With {head_count(b.kept)}, the change of the loss rests on about {b.change.carried_by:.0f} of the "
+                f"{b.change.examples:,} examples, so its interval may be too narrow; measure on more."
+            )
+
+
+def notes(run: Run) -> Markdown:
+    """The columns of the data, what was guessed or left out, and the layers that cannot be pruned."""
+    columns = ", ".join(f"{what} = {code(name)}" for what, name in run.columns.items())
+    fixed = (f"{code(a.name)} cannot be pruned: {a.reason}." for a in run.model.layers if not a.prunable)
+    return bullets([f"Columns: {columns}.", *run.notes, *fixed])

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from headprune import amounts
-from headprune.amounts import head_count
 from headprune.app.documents import BudgetResult, Dense, Metrics
-from headprune.app.pictures import new_figure
+from headprune.app.pictures import Drawing, new_figure
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Figure, Markdown, Strong, Table, bullets
-from headprune.app.report.numbers import mean_of
 from headprune.planning import AUTO, STRATEGIES, abouts
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Drawing
 
 _BLUE, _GREY = "#0072B2", "#7f7f7f"  # Okabe and Ito's blue, and grey for the random control
 
@@ -99,7 +94,7 @@ def _draw(metrics: Metrics) -> Drawing:
         name = f"chosen heads, {treatment} like the random ones"
         axis.plot(kept, alike, "D:", color=_BLUE, markersize=5, markerfacecolor="white", zorder=4, label=name)
     axis.set_xticks(kept)
-    means = [mean_of(of_size, metric) for of_size in draws[::-1]]
+    means = [numbers.mean_of(of_size, metric) for of_size in draws[::-1]]
     lows, highs = ([extreme(of_size) for of_size in draws[::-1]] for extreme in (min, max))
     label = f"random heads: mean and range of {max(map(len, draws))} draws"
     axis.plot(kept[::-1], means, "--", color=_GREY, label=label)
@@ -135,7 +130,7 @@ def comparison(metrics: Metrics) -> Table:
         cells = []
         for plan in (order.plans[i] for i in places):
             value = plan.loss if plan.divergence is None else plan.divergence
-            heads = "" if plan.budget == f"keep {plan.kept}" else head_count(plan.kept)
+            heads = "" if plan.budget == f"keep {plan.kept}" else amounts.head_count(plan.kept)
             cells.append(numbers.with_more("–" if value is None else f"{value:.3g}", heads))
         rows.append((f"{order.order}{' (used)' * order.used}", *cells))
     strong = next((i for i, order in enumerate(orders) if order.used), None)
@@ -149,5 +144,5 @@ def curve_table(metrics: Metrics) -> Table:
     methods, rows = [*dict.fromkeys(p.method for p in points)], []
     for asked in sorted({p.asked for p in points}, reverse=True):
         draws = ([p.value for p in points if (p.method, p.asked) == (method, asked)] for method in methods)
-        rows.append((str(asked), *(numbers.value(mean_of(d, metric), metric) if d else "–" for d in draws)))
+        rows.append((str(asked), *(numbers.value(numbers.mean_of(d, metric), metric) if d else "–" for d in draws)))
     return Table(("heads kept", *methods), rows)

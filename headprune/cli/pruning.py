@@ -1,4 +1,4 @@
-"""`headprune prune`."""
+"""`headprune score` and `headprune prune`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from headprune.app.options import DataOptions, LoadOptions
 from headprune.cli import tables
 from headprune.cli.app import command
-from headprune.cli.options import Budgets, Console, Distil, Seed, Typed, Writing, known_methods, options_of
+from headprune.cli.options import Budgets, Console, Distil, Model, Seed, Typed, Writing, known_methods, options_of
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.options import SearchOptions
 
@@ -20,6 +20,49 @@ if TYPE_CHECKING:
     from headprune.app.runs import RunFolder
     from headprune.app.workflow import PruneConfig
     from headprune.plans import PruningPlan
+
+
+@command(
+    "`headprune score distilbert/distilbert-base-uncased-finetuned-sst-2-english -d nyu-mll/glue --subset sst2`",
+    shared=True,
+)
+def score(
+    model: Model,
+    data: DataOptions,
+    loading: LoadOptions,
+    writing: Writing,
+    console: Console,
+    typed: Typed,
+    method: Annotated[
+        list[str] | None,
+        typer.Option("--method", "-m", help="Scoring method, such as gradient or shapley:permutations=64; repeatable."),
+    ] = None,
+    distil: Distil = False,
+    seed: Seed = 0,
+) -> None:
+    """Score the importance of every head, by ablation and by gradient."""
+    from headprune.app import runs, workflow
+    from headprune.app.folders import claimed, key_of
+    from headprune.scoring import DEFAULT_METHODS
+
+    key = key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
+    methods = known_methods(method or DEFAULT_METHODS)
+    options = options_of(None, model, data, loading, typed, seed=seed, distil=distil, methods=methods)
+    choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
+    if writing.dry_run:
+        scene = workflow.open_scene(options, console, labelled=None)
+        path = choose().path
+        doing = f"score by {', '.join(methods)} and write {path}"
+        tables.print_dry_run(console, scene, methods, path, doing, workflow.cost_of_scores(scene).line)
+        return
+    with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
+        _, scores = workflow.score_run(options, folder, console)
+    # The work is done: that nobody reads this to its end (`| head`) does not interrupt it.
+    tables.print_scores(console, scores)
+    console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
+    console.result(f"Next:   headprune prune --keep 50% -o {folder.path}")
+    console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})
+
 
 _repair = partial(typer.Option, rich_help_panel="Repair")
 
@@ -140,21 +183,18 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
 
     if scores is not None:
         folder = RunFolder(scores if scores.is_dir() else scores.parent)
-        if not scores.exists() or scores not in (folder.path, folder.scores_path):
-            wrong = (
-                f"{scores} is not a run's scores.json." if scores.exists() else f"There is no file or folder {scores}."
-            )
-            raise HeadPruneError(wrong, "Pass a run folder, or its scores.json.")
+        if not scores.exists():
+            raise HeadPruneError(f"There is no file or folder {scores}.", "Pass a run folder, or its scores.json.")
+        if scores not in (folder.path, folder.scores_path):
+            raise HeadPruneError(f"{scores} is not a run's scores.json.", "Pass a run folder, or its scores.json.")
         folder.read_scores()
         return folder
     newest = newest_scores(output, model)
     if newest is not None:
         console.say(f"Using the scores in {newest.path}")
     elif model is None:
-        raise HeadPruneError(
-            f"There are no scores in {output or REPORTS}.",
-            "Run `headprune score MODEL -d DATASET` first, or name a MODEL.",
-        )
+        hint = "Run `headprune score MODEL -d DATASET` first, or name a MODEL."
+        raise HeadPruneError(f"There are no scores in {output or REPORTS}.", hint)
     return newest
 
 
@@ -190,10 +230,8 @@ def _refuse_unused(config: PruneConfig, distil: bool) -> None:
         raise HeadPruneError(f"{flags[0]} has no use here: {why}.", f"Leave out {flags[0]}.")
     late = next((flag for flag in flags if flag == "--distil" or ":" in flag), None)
     if late and config.source is not None:
-        raise ScoresError(
-            f"{late} has no use here: the scores in {config.source.path} are made already.",
-            f"Leave it out, or score anew: `headprune score` with {late}, or here with another folder by -o.",
-        )
+        hint = f"Leave it out, or score anew: `headprune score` with {late}, or here with another folder by -o."
+        raise ScoresError(f"{late} has no use here: the scores in {config.source.path} are made already.", hint)
 
 
 def _prune_folder(source: RunFolder | None, output: Path | None, model: str, overwrite: bool, key: str) -> RunFolder:
@@ -221,7 +259,7 @@ def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
     if config.source is None and config.needs_scores:
         scene = workflow.open_to_prune(config, [], console)
         doing, cost = f"score, then prune and write {folder.path}", workflow.cost_of_pruning(scene, config)
-        tables.print_dry_run(console, scene, config.methods, folder, doing, cost.line)
+        tables.print_dry_run(console, scene, config.methods, folder.path, doing, cost.line)
         return
     scores, result = workflow.plan_run(config, console)
     tables.print_plans(console, result.fits, scores)
