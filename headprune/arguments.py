@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer
+from headprune.attention import Layers
 from headprune.batches import is_empty
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
@@ -95,10 +95,10 @@ def heads_of(plan: Plan) -> Mapping[str, Sequence[int]]:
 
 def layers_for(
     model: nn.Module,
-    layers: Sequence[AttentionLayer] | None,
+    layers: Layers | None,
     example: Example | None = None,
     batches: Sequence[Any] = (),
-) -> Sequence[AttentionLayer]:
+) -> Layers:
     """The given layers, or those that a trace finds: with the example, else the first batch, else a made-up input.
 
     Raises:

@@ -15,6 +15,8 @@ from headprune.pruned import HeadArgument, from_ranges, to_ranges
 
 Heads = dict[str, list[int]]
 """Heads by layer: ``{layer_name: [head, ...]}``."""
+Layers = Sequence["AttentionLayer"]
+"""A model's attention layers, as `headprune.find_attention` gives them."""
 
 _MOST = 2**24  # features that a projection, or entries that a table, may have; more would only fill memory
 
@@ -216,7 +218,7 @@ def is_inside(name: str, module: str) -> bool:
     return f"{name}.".startswith(f"{module}." if module else "")
 
 
-def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLayer]) -> Heads:
+def check_heads(heads: Mapping[str, Sequence[int]], layers: Layers) -> Heads:
     """Validate ``{layer_name: [heads]}`` against the layers of a model.
 
     Returns:
@@ -255,7 +257,7 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
     return {layer.name: result[layer.name] for layer in layers if result.get(layer.name)}
 
 
-def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
+def layer_named(text: str, layers: Layers) -> AttentionLayer:
     """The layer with this name or short address, such as ``L3``.
 
     Raises:

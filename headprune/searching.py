@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headprune.arguments import given_to_choose, layers_for, listed, together
-from headprune.attention import AttentionLayer
+from headprune.attention import Layers
 from headprune.batches import is_empty
 from headprune.budgets import Budget, budget_of
 from headprune.budgets.subject import Subject
@@ -58,7 +58,7 @@ def search(
     effort: str = "normal",
     loss_fn: LossFn | None = None,
     distil: bool = False,
-    layers: Sequence[AttentionLayer] | None = None,
+    layers: Layers | None = None,
     seed: int = 0,
     accelerator: Accelerator | None = None,
     progress: Progress | None = None,
@@ -115,7 +115,7 @@ def _examples(batches: Iterable[Any]) -> list[Any]:
 
 def _search(
     model: nn.Module,
-    layers: Sequence[AttentionLayer],
+    layers: Layers,
     batches: list[Any],
     choose: Iterable[Any] | None,
     options: SearchOptions,
@@ -159,7 +159,7 @@ def methods_for(strategy: str) -> tuple[str, ...]:
 
 
 def budgets_of(
-    keep: Keep | Sequence[Keep], others: str | Budget | Sequence[str | Budget], layers: Sequence[AttentionLayer]
+    keep: Keep | Sequence[Keep], others: str | Budget | Sequence[str | Budget], layers: Layers
 ) -> tuple[Budget, ...]:
     """A budget for every number of heads, and the others; what no model of these layers can keep is refused."""
     keeps = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else keep

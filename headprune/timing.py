@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from headprune import latency
 from headprune.arguments import Plan, heads_of, layers_for
-from headprune.attention import AttentionLayer, check_heads, is_inside
+from headprune.attention import AttentionLayer, Layers, check_heads, is_inside
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example, call, model_device, move, without_labels
 from headprune.pruned import convert
@@ -110,7 +110,7 @@ def breakdown(
     model: nn.Module,
     example: Example,
     *,
-    layers: Sequence[AttentionLayer] | None = None,
+    layers: Layers | None = None,
     min_seconds: float | None = None,
 ) -> Breakdown:
     """What a forward pass spends its time on: attention, feed-forward, embeddings and head, launch overhead.
@@ -146,7 +146,7 @@ def breakdown(
 
 
 def breakdown_of(
-    model: nn.Module, layers: Sequence[AttentionLayer], shape: tuple[int, int], passes: Sequence[ProfiledPass], wall: float,
+    model: nn.Module, layers: Layers, shape: tuple[int, int], passes: Sequence[ProfiledPass], wall: float,
     stand_ins: bool,
 ) -> Breakdown:  # fmt: skip
     """The parts, from profiled passes and the milliseconds of a pass without the profiler."""
@@ -174,9 +174,7 @@ def breakdown_of(
     return Breakdown(*shape, wall, parts, costs, tuple(layers), stand_ins)
 
 
-def _cost(
-    model: nn.Module, layers: Sequence[AttentionLayer], part: str, name: str, time: float, launch: float
-) -> ModuleCost:
+def _cost(model: nn.Module, layers: Layers, part: str, name: str, time: float, launch: float) -> ModuleCost:
     """The cost of one projection or attention module, with the heads that use it."""
     inside = [layer for layer in layers if layer.module == name]
     if part == ATTENTION:
@@ -300,7 +298,7 @@ class ModulePlaces:
             what comes behind an output projection in a module that does more than attention.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[AttentionLayer], started: Mapping[str, float]) -> None:
+    def __init__(self, model: nn.Module, layers: Layers, started: Mapping[str, float]) -> None:
         self._modules, self._started = dict(model.named_modules()), started
         self._attention = list(dict.fromkeys(layer.module for layer in layers))
         outputs = {a.module: a.output_projection.module for a in layers if a.output_projection and not a.concatenates}

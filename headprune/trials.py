@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.divergence import Fidelity
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate
@@ -52,7 +52,7 @@ class Trials:
     """
 
     model: nn.Module
-    layers: Sequence[AttentionLayer]
+    layers: Layers
     batches: Sequence[Any]
     choose: Sequence[Any]
     repair: bool = True

@@ -13,7 +13,7 @@ from headprune.errors import HeadPruneError
 if TYPE_CHECKING:
     from torch import nn
 
-    from headprune.attention import AttentionLayer
+    from headprune.attention import Layers
     from headprune.budgets.subject import Subject
     from headprune.inputs import Example
     from headprune.planning import Order
@@ -151,7 +151,7 @@ class KeyValueCache(Limit):
         return held
 
 
-def kv_cache_bytes(layers: Sequence[AttentionLayer], drop: Mapping[str, Sequence[int]], size: int) -> int:
+def kv_cache_bytes(layers: Layers, drop: Mapping[str, Sequence[int]], size: int) -> int:
     """Bytes per token in the key/value cache of a decoder's self-attention, once heads are gone.
 
     A key/value head stays as long as a query head of its group does. A layer without heads keeps one of them, where

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer
+from headprune.attention import Layers
 from headprune.errors import HeadPruneError, first_line
 from headprune.pruned import add_biases, from_ranges, restructure, structure_of
 from headprune.pruned.structure import Structure
@@ -72,13 +72,13 @@ class StockCounts:
         layers: Its attention layers.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[AttentionLayer]) -> None:
+    def __init__(self, model: nn.Module, layers: Layers) -> None:
         self.model, self.layers = model, layers
         self.name = dense_class(model).__name__
         self._built: Built = {}
 
     @classmethod
-    def of(cls, model: nn.Module | None, layers: Sequence[AttentionLayer]) -> StockCounts | None:
+    def of(cls, model: nn.Module | None, layers: Layers) -> StockCounts | None:
         """For a transformers model; None for any other module, and for none."""
         return cls(model, layers) if model is not None and is_stock(dense_class(model)) else None
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import Heads, Layers
 from headprune.gates import gated
 from headprune.inputs import call, doubled, gathered, inputs_of, tensors
 from headprune.planning.order import Unit
@@ -52,7 +52,7 @@ class _Removal:
 
 def effects(
     calibration: Calibration,
-    layers: Sequence[AttentionLayer],
+    layers: Layers,
     drop: Heads,
     units: Sequence[Unit],
     examples: int | None = None,
@@ -112,7 +112,7 @@ def effects(
     return finite(torch.cat(per_batch))
 
 
-def _gated(calibration: Calibration, layers: Sequence[AttentionLayer], index: int, units: Sequence[Unit]) -> Tensor:
+def _gated(calibration: Calibration, layers: Layers, index: int, units: Sequence[Unit]) -> Tensor:
     """Minus the gate gradients on a batch, ``[examples, units]``."""
     runner = calibration.runner
     names = {layers[unit.layer].name: layers[unit.layer] for unit in units}
@@ -143,7 +143,7 @@ def _gated(calibration: Calibration, layers: Sequence[AttentionLayer], index: in
 def _removal(
     calibration: Calibration,
     projection: OutputProjection,
-    layers: Sequence[AttentionLayer],
+    layers: Layers,
     drop: Heads,
     weights: RepairWeights,
     units: Sequence[Unit],

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from headprune.attention import AttentionLayer, Heads, layer_named
+from headprune.attention import AttentionLayer, Heads, Layers, layer_named
 from headprune.errors import HeadPruneError
 from headprune.plans import PruningPlan
 
@@ -30,9 +30,7 @@ class Constraints:
     min_heads: int = 0
 
     @classmethod
-    def parse(
-        cls, protect: str | Iterable[str], layers: Sequence[AttentionLayer], min_heads_per_layer: int = 0
-    ) -> Constraints:
+    def parse(cls, protect: str | Iterable[str], layers: Layers, min_heads_per_layer: int = 0) -> Constraints:
         """Constraints from addresses: ``"L0,L3.H7"``, where a layer's full name serves as well as ``L0``.
 
         Raises:
@@ -57,7 +55,7 @@ class Constraints:
         return max(layer.num_heads - self.min_heads, 0) if layer.prunable else 0
 
 
-def _address(text: str, layers: Sequence[AttentionLayer]) -> tuple[AttentionLayer, Iterable[int]]:
+def _address(text: str, layers: Layers) -> tuple[AttentionLayer, Iterable[int]]:
     single = re.fullmatch(r"(.+)\.H(\d+)", text)
     if single is None or any(layer.name == text for layer in layers):
         layer = layer_named(text, layers)
@@ -85,7 +83,7 @@ class Unit(NamedTuple):
 
 
 def units_of(
-    layers: Sequence[AttentionLayer], values: Mapping[str, Tensor], constraints: Constraints, kind: str = GROUPS
+    layers: Layers, values: Mapping[str, Tensor], constraints: Constraints, kind: str = GROUPS
 ) -> list[list[Unit]]:
     """For every layer, the units that may go, those with the least score first.
 
@@ -126,7 +124,7 @@ def sliced(layer: AttentionLayer, scores: Mapping[int, float]) -> list[tuple[int
     return [tuple(sorted(heads)) for heads in zip(*queues, strict=False)]
 
 
-def why_stay(layers: Sequence[AttentionLayer], constraints: Constraints) -> tuple[str, ...]:
+def why_stay(layers: Layers, constraints: Constraints) -> tuple[str, ...]:
     """Why not all heads can go, a reason each."""
     reasons = []
     fixed = [layer for layer in layers if not layer.prunable]
@@ -140,7 +138,7 @@ def why_stay(layers: Sequence[AttentionLayer], constraints: Constraints) -> tupl
     return tuple(reasons)
 
 
-def addresses(heads: Heads, layers: Sequence[AttentionLayer]) -> str:
+def addresses(heads: Heads, layers: Layers) -> str:
     """Heads as people write them: ``L0, L3.H7``.
 
     >>> addresses({"a": [0, 1], "b": [1]}, [AttentionLayer(n, i, "encoder", 2, 2, 4) for i, n in enumerate("ab")])

@@ -15,7 +15,7 @@ from torch import nn
 
 from headprune import latency
 from headprune.amounts import flops
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import Heads, Layers
 from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError, registered
 from headprune.fingerprint import identity
@@ -116,7 +116,7 @@ class Search:
         loss_fn: As for `headprune.score`: for batches that are pairs ``(inputs, labels)``.
     """
 
-    layers: Sequence[AttentionLayer]
+    layers: Layers
     scores: HeadScores | None = None
     constraints: Constraints = field(default_factory=Constraints)
     kind: str = GROUPS

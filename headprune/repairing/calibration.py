@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.inputs import gathered, model_device
@@ -75,7 +75,7 @@ class Calibration:
         progress: Called after every batch of the longest pass.
     """
 
-    layers: Sequence[AttentionLayer]
+    layers: Layers
     runner: Runner
     values: Mapping[str, Values]
     mixtures: int
@@ -229,7 +229,7 @@ class Calibration:
 
 def calibrate(
     model: nn.Module,
-    layers: Sequence[AttentionLayer],
+    layers: Layers,
     batches: Sequence[Any],
     *,
     repair: bool = True,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.offload import is_elsewhere, on_disk, place_of, value_of
 from headprune.running import exact_attention
 
@@ -164,7 +164,7 @@ class OutputProjection:
 
 
 def output_projections(
-    model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str], biases: bool = True
+    model: nn.Module, layers: Layers, notes: list[str], biases: bool = True
 ) -> Iterator[OutputProjection]:
     """The output projections that can be refitted, in the order of the layers; why others cannot is added to ``notes``.
 

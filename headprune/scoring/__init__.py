@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headprune.arguments import layers_for, listed, together
-from headprune.attention import AttentionLayer
+from headprune.attention import AttentionLayer, Layers
 from headprune.batches import is_empty
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import identity, versions
@@ -53,7 +53,7 @@ def score(
     *,
     loss_fn: LossFn | None = None,
     distil: bool = False,
-    layers: Sequence[AttentionLayer] | None = None,
+    layers: Layers | None = None,
     seed: int = 0,
     settings: Settings | None = None,
     work: Path | str | Store | None = None,
@@ -99,7 +99,7 @@ def score(
 
 
 def _scored(
-    model: nn.Module, batches: Sequence[Any], chosen: Method, losses: ExampleLoss, layers: Sequence[AttentionLayer] | None,
+    model: nn.Module, batches: Sequence[Any], chosen: Method, losses: ExampleLoss, layers: Layers | None,
     seed: int, settings: Settings, work: Path | str | Store | None, progress: Progress | None,
 ) -> HeadScores:  # fmt: skip
     """`score`, with its arguments checked."""
@@ -135,7 +135,7 @@ def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
     return kept
 
 
-def maskable_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+def maskable_of(model: nn.Module, layers: Layers) -> list[AttentionLayer]:
     """The layers whose heads can be masked."""
     maskable = [layer for layer in layers if layer.maskable]
     if not maskable:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer
+from headprune.attention import Layers
 from headprune.batches import Rows, cost_of
 from headprune.errors import HeadPruneError, first_line, registered
 from headprune.inputs import too_long
@@ -151,7 +151,7 @@ class Problem:
     """
 
     model: nn.Module
-    layers: Sequence[AttentionLayer]
+    layers: Layers
     batches: Batches
     loss: Callable[[Any], Tensor]
     seed: int

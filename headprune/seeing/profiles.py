@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.arguments import layers_for, listed
-from headprune.attention import AttentionLayer
+from headprune.attention import AttentionLayer, Layers
 from headprune.batches import Rows, is_empty
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example, check_model, inputs_of, is_encoder_decoder, vocabulary_size, without_labels
@@ -29,7 +29,7 @@ _FEWEST = 8
 def profile_heads(
     model: nn.Module,
     batches: Iterable[Any],
-    layers: Sequence[AttentionLayer] | None = None,
+    layers: Layers | None = None,
     *,
     separators: Iterable[int] | None = None,
     seed: int = 0,
@@ -83,7 +83,7 @@ def profile_heads(
 
 
 def _sums(
-    model: nn.Module, layers: Sequence[AttentionLayer], inputs: Sequence[Example], rows: Rows, known: LayerInput
+    model: nn.Module, layers: Layers, inputs: Sequence[Example], rows: Rows, known: LayerInput
 ) -> dict[str, Sums]:
     """The sums over all queries of every layer, by its name; ``known`` holds for all batches."""
 
@@ -100,7 +100,7 @@ def _sums(
 
 
 def _seen_layers(
-    model: nn.Module, layers: Sequence[AttentionLayer], example: Example
+    model: nn.Module, layers: Layers, example: Example
 ) -> tuple[list[AttentionLayer], dict[str, str], Grid | None]:
     """The layers whose weights can be seen in one example, why others cannot, by name, and the grid of its patches if it is an image.
 
@@ -125,7 +125,7 @@ def _frequencies(sequences: Sequence[Sequences]) -> Tensor | None:
 
 
 def _repeated_sums(
-    model: nn.Module, layers: Sequence[AttentionLayer], sequences: Sequence[Sequences], rows: Rows, seed: int
+    model: nn.Module, layers: Layers, sequences: Sequence[Sequences], rows: Rows, seed: int
 ) -> dict[str, Sums]:
     """The sums for induction and duplicate tokens, by layer, of a causal language model; {} of any other.
 
