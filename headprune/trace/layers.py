@@ -11,17 +11,8 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
 from headprune.offload import hook_of
 from headprune.pruned import HeadArgument, MultiheadAttention, ghosts, is_ours
-from headprune.trace.record import (
-    AttentionCall,
-    alike,
-    disjoint,
-    filled,
-    is_matrix,
-    leaves_of,
-    nodes_of,
-    overlap,
-    sharing,
-)
+from headprune.trace.features import alike, disjoint, filled, is_matrix, leaves_of, nodes_of, overlap, sharing
+from headprune.trace.record import AttentionCall
 from headprune.trace.tracer import Tracer
 
 

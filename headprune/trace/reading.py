@@ -8,20 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headprune.trace.record import (
-    AttentionCall,
-    HeadSlices,
-    LinearCall,
-    Rows,
-    Uses,
-    alike,
-    disjoint,
-    empty_sets,
-    leaves_of,
-    merge,
-    nodes_of,
-    nonzero,
-)
+from headprune.trace.features import Uses, alike, disjoint, empty_sets, leaves_of, merge, nodes_of, nonzero
+from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, Rows
 
 Source = TypeVar("Source")
 _MOST_SLICES = 2048  # of (batch * heads, …), each of which is differentiated

@@ -15,18 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from headprune.inputs import tensors
 from headprune.offload import is_offloaded
+from headprune.trace.features import disjoint, is_matrix, leaves_of, memory
 from headprune.trace.reading import Reader, are_causal, is_causal_mask
-from headprune.trace.record import (
-    AttentionCall,
-    HeadSlices,
-    LinearCall,
-    ModuleRecord,
-    Rows,
-    disjoint,
-    is_matrix,
-    leaves_of,
-    memory,
-)
+from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, ModuleRecord, Rows
 
 # Autograd's names of operations that change no number.
 _SHAPES = ("Clone", "View", "UnsafeView", "Alias", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ReshapeAlias", "T")
