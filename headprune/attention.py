@@ -230,9 +230,8 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Layers) -> Heads:
     """
     result: Heads = {}
     if not isinstance(heads, Mapping):
-        raise HeadPruneError(
-            f"{type(heads).__name__} does not say which heads.", "Give a plan, or a dict {layer_name: [head, …]}."
-        )
+        message = f"{type(heads).__name__} does not say which heads."
+        raise HeadPruneError(message, "Give a plan, or a dict {layer_name: [head, …]}.")
     for name, indices in heads.items():
         layer = layer_named(name, layers)
         listed = list(indices) if isinstance(indices, Iterable) else [indices]
@@ -241,14 +240,12 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Layers) -> Heads:
                 raise TypeError
             listed = [operator.index(h) for h in listed]
         except TypeError:
-            raise HeadPruneError(
-                f"Layer {name}: {indices!r} is no list of heads.", "Heads are whole numbers, such as [0, 3]."
-            ) from None
+            message = f"Layer {name}: {indices!r} is no list of heads."
+            raise HeadPruneError(message, "Heads are whole numbers, such as [0, 3].") from None
         for h in listed:
             if not 0 <= h < layer.num_heads:
-                raise HeadPruneError(
-                    f"Layer {name} has no head {h}.", f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}."
-                )
+                message = f"Layer {name} has no head {h}."
+                raise HeadPruneError(message, f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}.")
         if repeats := sorted({h for h in listed if listed.count(h) > 1}):
             raise HeadPruneError(f"Layer {name}: head {repeats[0]} is listed twice.")
         if layer.name in result:
@@ -270,10 +267,8 @@ def layer_named(text: str, layers: Layers) -> AttentionLayer:
         raise HeadPruneError(f"There is no attention layer named {text!r} in this model.", "It has none.")
     first, last = layers[0].index, layers[-1].index
     addresses = f"layers L{first} to L{last}" if last > first else f"one layer, L{first}"
-    raise HeadPruneError(
-        f"There is no attention layer named {text!r} in this model.",
-        f"This model has {addresses} (`headprune inspect` lists them).",
-    )
+    message = f"There is no attention layer named {text!r} in this model."
+    raise HeadPruneError(message, f"This model has {addresses} (`headprune inspect` lists them).")
 
 
 def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:

@@ -53,10 +53,8 @@ class Rows:
             return self.dims[path]
         if _name(path) in _NAMED:
             return 0
-        raise HeadPruneError(
-            f"It is not known whether {'.'.join(map(str, path))} has one part for every example.",
-            "Look at it together with its model (headprune.batches.find_rows).",
-        )
+        message = f"It is not known whether {'.'.join(map(str, path))} has one part for every example."
+        raise HeadPruneError(message, "Look at it together with its model (headprune.batches.find_rows).")
 
     def size(self, batch: Any) -> int:
         """Examples in a batch.

@@ -117,10 +117,8 @@ class Divergence:
         (the Fisher information).
         """
         if DRAWN not in batch:
-            raise HeadPruneError(
-                "Without labels this model's answers are compared as numbers, and that has no gradient at the dense model.",
-                "Score by ablation, shapley or integrated-gradients.",
-            )
+            message = "Without labels this model's answers are compared as numbers, and that has no gradient at the dense model."
+            raise HeadPruneError(message, "Score by ablation, shapley or integrated-gradients.")
         logits = self._logits(batch)
         return self.mean(F.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch[DRAWN], reduction="none"), batch)
 
@@ -233,10 +231,8 @@ def logits_of(output: Any, batch: Any) -> Tensor:
         if isinstance(mask := batch.get("attention_mask") if isinstance(batch, Mapping) else None, Tensor):
             logits = logits.masked_fill(mask[:, None].to(logits.device) == 0, torch.finfo(logits.dtype).min)
     if not isinstance(logits, Tensor) or logits.ndim < 2:
-        raise HeadPruneError(
-            "The batches have no labels, and the model gives no logits to compare with the dense model's.",
-            'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
-        )
+        message = "The batches have no labels, and the model gives no logits to compare with the dense model's."
+        raise HeadPruneError(message, 'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.')
     if logits.ndim > 3:  # images: [batch, classes, height, width]
         logits = logits.movedim(1, -1).flatten(1, -2)
     return widened(logits)

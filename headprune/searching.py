@@ -168,10 +168,8 @@ def budgets_of(
         wanted.append(budget_of(other) if isinstance(other, str) else other)
         wanted[-1].check()
     if not wanted:
-        raise HeadPruneError(
-            "keep= names no number of heads, and budgets= nothing else.",
-            'Pass keep=36, keep="50%" or keep=[36, "25%"], or budgets="flops 80%".',
-        )
+        message = "keep= names no number of heads, and budgets= nothing else."
+        raise HeadPruneError(message, 'Pass keep=36, keep="50%" or keep=[36, "25%"], or budgets="flops 80%".')
     for budget in wanted:
         budget.heads(sum(layer.num_heads for layer in layers))
     return tuple(wanted)
@@ -180,18 +178,14 @@ def budgets_of(
 def _metric(model: nn.Module, chooses: Sequence[Any], loss_fn: LossFn | None) -> str:
     """What a budget of lost accuracy is about: as `headprune.compare` chooses it, but never the loss."""
     if not chooses:
-        raise HeadPruneError(
-            "What is lost is measured on other examples than heads are chosen by, and one batch was given.",
-            "Pass choose=[batch, …] with other examples.",
-        )
+        message = "What is lost is measured on other examples than heads are chosen by, and one batch was given."
+        raise HeadPruneError(message, "Pass choose=[batch, …] with other examples.")
     known = measurable(model, chooses) if loss_fn is None else ()
     for metric in ("accuracy", "perplexity"):
         if metric in known:
             return metric
-    raise HeadPruneError(
-        "The budget of lost accuracy needs an accuracy or a perplexity, and these examples give neither.",
-        "Give dicts with labels and no loss_fn, or a budget of another kind.",
-    )
+    message = "The budget of lost accuracy needs an accuracy or a perplexity, and these examples give neither."
+    raise HeadPruneError(message, "Give dicts with labels and no loss_fn, or a budget of another kind.")
 
 
 def split_batches(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:

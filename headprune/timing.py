@@ -127,10 +127,8 @@ def breakdown(
     """
     device = model_device(model)
     if device.type not in ("cpu", "cuda"):
-        raise HeadPruneError(
-            f"What a forward pass spends its time on is not known on {device}.",
-            "Move the model to the CPU or a CUDA device.",
-        )
+        message = f"What a forward pass spends its time on is not known on {device}."
+        raise HeadPruneError(message, "Move the model to the CPU or a CUDA device.")
     layers = layers_for(model, layers, example)
     given = move(without_labels(model, example), device)
     least = latency.MIN_SECONDS if min_seconds is None else min_seconds

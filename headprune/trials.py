@@ -144,10 +144,8 @@ class Trials:
             HeadPruneError: There are none.
         """
         if not self.choose:
-            raise HeadPruneError(
-                "There are no examples to choose between plans by: one batch was given, and no others.",
-                "Pass choose=[batch, …] with other examples.",
-            )
+            message = "There are no examples to choose between plans by: one batch was given, and no others."
+            raise HeadPruneError(message, "Pass choose=[batch, …] with other examples.")
 
     def merit(self, plan: PruningPlan) -> float:
         """How good a plan is; higher is better.

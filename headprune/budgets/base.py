@@ -131,10 +131,8 @@ class Budget(ABC):
             HeadPruneError: There would be nothing to prune.
         """
         if self.relative and self.amount >= 1:
-            raise HeadPruneError(
-                f"{self.flag} {self.text} is met by the dense model, so there is nothing to prune.",
-                f"Ask for less, for instance {self.flag} 80%.",
-            )
+            message = f"{self.flag} {self.text} is met by the dense model, so there is nothing to prune."
+            raise HeadPruneError(message, f"Ask for less, for instance {self.flag} 80%.")
 
     def check_dense(self, subject: Subject) -> None:  # noqa: B027  # a budget that no dense model holds
         """Refuse, before the long work, what this dense model holds.
@@ -203,10 +201,8 @@ class Limit(Budget):
 
         dense = self.cost(subject)(PruningPlan({}), False)
         if dense.high <= self.amount:
-            raise HeadPruneError(
-                f"{self.flag} {self.text} is met by the dense model ({self.show(dense.high)}), so there is nothing to prune.",
-                f"Ask for less, for instance {self.at_least(dense.value / 2)}.",
-            )
+            message = f"{self.flag} {self.text} is met by the dense model ({self.show(dense.high)}), so there is nothing to prune."
+            raise HeadPruneError(message, f"Ask for less, for instance {self.at_least(dense.value / 2)}.")
 
     def fit(self, order: Order, subject: Subject) -> Fit:
         """The plan with the most heads that holds this budget.

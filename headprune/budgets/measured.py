@@ -79,10 +79,8 @@ class Drop(Budget):
     def check(self) -> None:
         if self.amount >= 1:
             percent = f"; did you mean {self.text}%?" if self.amount < 100 and not self.text.endswith("%") else ""
-            raise HeadPruneError(
-                f"{self.flag} {self.text} allows to lose all accuracy, or to double the perplexity, so it asks for nothing.",
-                f"Write a share of 1, or a percentage: 0.01 or 1% is one point{percent}.",
-            )
+            message = f"{self.flag} {self.text} allows to lose all accuracy, or to double the perplexity, so it asks for nothing."
+            raise HeadPruneError(message, f"Write a share of 1, or a percentage: 0.01 or 1% is one point{percent}.")
 
     def fit(self, order: Order, subject: Subject) -> Fit:
         """The fewest heads such that the loss is no more than this budget, with 95 % confidence.

@@ -48,10 +48,8 @@ def plan(
             a strategy that runs the model.
     """
     if not needs_scores(strategy):
-        raise HeadPruneError(
-            f"The strategy {strategy} runs the model, which headprune.plan does not see.",
-            f"Use headprune.search(model, batches, keep={keep!r}, strategy={strategy!r}).",
-        )
+        message = f"The strategy {strategy} runs the model, which headprune.plan does not see."
+        raise HeadPruneError(message, f"Use headprune.search(model, batches, keep={keep!r}, strategy={strategy!r}).")
     constraints = Constraints.parse(protect, scores.layers, min_heads_per_layer)
     heads = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
     order = arrange(Search(scores.layers, scores, constraints), strategy, [heads])
@@ -84,10 +82,10 @@ def arrange(
     """
     chosen = strategy_named(strategy)
     if search.scores and search.scores.model and search.model and not has_identity(search.model, search.scores.model):
-        raise HeadPruneError(
-            f"The scores are another model's (fingerprint {search.scores.model}, this one is {identity(search.model)}).",
-            "Score this model first.",
+        message = (
+            f"The scores are another model's (fingerprint {search.scores.model}, this one is {identity(search.model)})."
         )
+        raise HeadPruneError(message, "Score this model first.")
     levels = sorted(levels, reverse=True)
     if not any(layer.groups and layer.prunable for layer in search.layers):
         kinds = (GROUPS,)

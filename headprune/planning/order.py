@@ -62,9 +62,8 @@ def _address(text: str, layers: Layers) -> tuple[AttentionLayer, Iterable[int]]:
         return layer, range(layer.num_heads)
     layer, head = layer_named(single[1], layers), int(single[2])
     if head >= layer.num_heads:
-        raise HeadPruneError(
-            f"Layer {layer.name} has no head {head}.", f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}."
-        )
+        message = f"Layer {layer.name} has no head {head}."
+        raise HeadPruneError(message, f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}.")
     return layer, [head]
 
 
@@ -210,10 +209,10 @@ class Order:
         kept = self.kept()
         if keep < kept[-1]:
             why = f" ({'; '.join(self.stays[:3])})" if self.stays else ""
-            raise HeadPruneError(
-                f"{kept[-1]} heads cannot be pruned by {self.strategy or 'this order'}{why}, so {keep} is out of reach.",
-                f"Keep at least {kept[-1]}.",
+            message = (
+                f"{kept[-1]} heads cannot be pruned by {self.strategy or 'this order'}{why}, so {keep} is out of reach."
             )
+            raise HeadPruneError(message, f"Keep at least {kept[-1]}.")
         steps = next(n for n, k in enumerate(kept) if k <= keep)
         plan = self.after(steps)
         if plan.kept == keep:
@@ -235,10 +234,8 @@ class Order:
         plan = self.plan(keep)
         if not plan.kept:
             least = min(kept for kept in self.kept() if kept)
-            raise HeadPruneError(
-                f"The last {least} heads go together by {self.strategy or 'this order'}, so with no more than {keep} none would stay.",
-                f"Keep at least {least}.",
-            )
+            message = f"The last {least} heads go together by {self.strategy or 'this order'}, so with no more than {keep} none would stay."
+            raise HeadPruneError(message, f"Keep at least {least}.")
         return plan
 
 

@@ -353,7 +353,5 @@ def _turn(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, T
 
 
 def _not_finite(layer: AttentionLayer, what: str) -> HeadPruneError:
-    return HeadPruneError(
-        f"Layer {layer.name} cannot be repaired: {what} not finite.",
-        "Leave out the example that does it, use --dtype float32, or do without repair.",
-    )
+    message = f"Layer {layer.name} cannot be repaired: {what} not finite."
+    return HeadPruneError(message, "Leave out the example that does it, use --dtype float32, or do without repair.")

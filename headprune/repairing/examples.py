@@ -135,10 +135,8 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
     logits, start = (part_of(output, name) for name in ("logits", "start_logits"))
     every = [t for t in tensors(output) if t.ndim and t.is_floating_point() and t.requires_grad]
     if not every and not any(isinstance(t, Tensor) and t.requires_grad for t in (logits, start)):
-        raise HeadPruneError(
-            "The model's answers do not depend on any head by what can be differentiated.",
-            'Score by ablation, and search with strategy="one-shot".',
-        )
+        message = "The model's answers do not depend on any head by what can be differentiated."
+        raise HeadPruneError(message, 'Score by ablation, and search with strategy="one-shot".')
     if start is not None:  # where an answer starts and ends: tokens are the classes, and padding is none
         chances = logits_of(output, batch if isinstance(batch, Mapping) else {}).log_softmax(-1)
         draws = drawn(chances.movedim(1, -1)).movedim(-1, 1)
