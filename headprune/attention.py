@@ -137,9 +137,8 @@ class AttentionLayer:
         name = self.name if len(self.name) <= 64 else f"…{self.name[-63:]}"
         kv = f", {self.num_kv_heads} key/value" if self.num_kv_heads != self.num_heads else ""
         fixed = "" if self.prunable else ", not prunable"
-        return (
-            f"AttentionLayer(L{self.index} {name!r}: {self.kind}, {self.num_heads} heads of {self.head_dim}{kv}{fixed})"
-        )
+        heads = f"{self.num_heads} heads of {self.head_dim}{kv}{fixed}"
+        return f"AttentionLayer(L{self.index} {name!r}: {self.kind}, {heads})"
 
     @property
     def mask_point(self) -> HeadFeatures | None:

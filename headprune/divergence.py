@@ -16,22 +16,11 @@ from torch import Tensor, nn
 
 from headprune.batches import Rows, apparent_size
 from headprune.errors import HeadPruneError
-from headprune.inputs import (
-    ADDED,
-    DRAWN,
-    KNOWN,
-    LABELS,
-    call,
-    inputs_of,
-    is_encoder_decoder,
-    model_device,
-    move,
-    tensors,
-    widened,
-)
+from headprune.inputs import ADDED, LABELS, call, inputs_of, is_encoder_decoder, model_device, move, tensors, widened
 from headprune.parallel import current
 from headprune.running import quiet
 
+KNOWN, DRAWN = ADDED  # the dense model's logits, and labels drawn from them
 IGNORED = -100
 # Methods of transformers' models of sound: how many frames come of so many samples.
 _LENGTHS = ("_get_feat_extract_output_lengths", "_get_subsampling_output_length")

@@ -155,9 +155,8 @@ def explained(error: BaseException) -> HeadPruneError | None:
             message = "The current folder is gone: it was removed, or made anew."
             return HeadPruneError(message, 'Go to one that is there (`cd "$PWD"`).')
         if isinstance(cause, MemoryError) or "OutOfMemory" in name or "can't allocate memory" in str(cause):
-            return HeadPruneError(
-                "Memory ran out.", "Use a smaller --batch-size, a smaller --max-length, or a machine with more of it."
-            )
+            hint = "Use a smaller --batch-size, a smaller --max-length, or a machine with more of it."
+            return HeadPruneError("Memory ran out.", hint)
     return None
 
 

@@ -14,8 +14,7 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.offload import execution_device, renewed
 
 LABELS = ("labels", "start_positions", "end_positions")
-KNOWN, DRAWN = "headprune_dense", "headprune_drawn"  # keys that `headprune.divergence` adds to a batch
-ADDED = (KNOWN, DRAWN)
+ADDED = ("headprune_dense", "headprune_drawn")  # keys that `headprune.divergence` adds to a batch
 
 Example = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
 

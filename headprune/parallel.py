@@ -257,9 +257,8 @@ class _Failure:
 
     def __reduce__(self) -> Any:
         error = self.error
-        with suppress(
-            Exception
-        ):  # a class that others do not know, or that makes its errors in another way, as pydantic's
+        # It may be of a class that others do not know, or that makes its errors in another way, as pydantic's.
+        with suppress(Exception):
             if str(pickle.loads(pickle.dumps(error))) == str(error):
                 return _Failure, (error, self.task)
         if isinstance(error, HeadPruneError):

@@ -139,9 +139,8 @@ def find_plans(
         return SearchResult(next(iter(fits.values())), orders, work, judged_by=judged_by)
     # One order serves all budgets, so that their plans are nested.
     used = max(fits, key=lambda name: _merit(fits[name], trials))
-    compared = tuple(
-        ComparedOrder(name, name == used, tuple(trials.judge(fit.plan) for fit in own)) for name, own in fits.items()
-    )
+    judged = {name: tuple(trials.judge(fit.plan) for fit in own) for name, own in fits.items()}
+    compared = tuple(ComparedOrder(name, name == used, plans) for name, plans in judged.items())
     return SearchResult(fits[used], orders, work, compared, judged_by)
 
 

@@ -109,9 +109,8 @@ class PruningPlan:
         plan = documents.from_json(cls, {key: value for key, value in data.items() if key in known})
         for name, heads in plan.drop.items():  # before a model is loaded
             if wrong := [head for head in heads if head < 0 or heads.count(head) > 1]:
-                raise ValueError(
-                    f"Layer {name}{f': head {wrong[0]} is listed twice' if wrong[0] >= 0 else f' has no head {wrong[0]}'}"
-                )
+                what = f": head {wrong[0]} is listed twice" if wrong[0] >= 0 else f" has no head {wrong[0]}"
+                raise ValueError(f"Layer {name}{what}")
         return plan
 
     def save(self, path: str | Path) -> None:

@@ -133,8 +133,8 @@ def _search(
         raise HeadPruneError(f"The strategy {options.strategy} needs scores.", "Pass scores= from headprune.score.")
     by_metric = any(budget.by_metric for budget in options.budgets)
     compares = by_metric or options.strategy == AUTO or has_groups(layers) or len(known or methods) > 1
-    fitted_to, others = usable(split_batches(batches, choose, compares))
-    inputs = without_labels(model, inputs_of(model, fitted_to[0]))
+    fitted, others = usable(split_batches(batches, choose, compares))
+    inputs = without_labels(model, inputs_of(model, fitted[0]))
     metric = _metric(model, others, loss_fn) if by_metric else "loss"
     for budget in options.budgets:
         if budget.kind != "keep":  # to keep all heads is a plan, too
@@ -142,11 +142,9 @@ def _search(
     settings: dict[str, Any] = {"loss_fn": loss_fn, "distil": distil, "layers": layers, "seed": options.seed}
     for method in methods:
         with console.track(f"scoring by {method}") as report:
-            known.append(score(model, fitted_to, method, progress=report, **settings))
+            known.append(score(model, fitted, method, progress=report, **settings))
     biases = may_add_biases(options.strategy, model, layers)
-    trials = Trials(
-        model, layers, fitted_to, others, repair=options.repair, biases=biases, metric=metric, loss_fn=loss_fn
-    )
+    trials = Trials(model, layers, fitted, others, repair=options.repair, biases=biases, metric=metric, loss_fn=loss_fn)
     subject = subject_of(trials, inputs, inputs)
     return find_plans(options, candidates(known), trials, lambda budget: subject, console)
 

@@ -149,9 +149,8 @@ def breakdown_of(
 ) -> Breakdown:  # fmt: skip
     """The parts, from profiled passes and the milliseconds of a pass without the profiler."""
     # By module: what interrupts a pass now and then, such as another process, is in few modules' time.
-    busy, idle = (
-        {name: median(getattr(p, what)[name] for p in passes) for name in passes[0].busy} for what in ("busy", "idle")
-    )
+    every = [p.busy for p in passes], [p.idle for p in passes]
+    busy, idle = ({name: median(times[name] for times in each) for name in passes[0].busy} for each in every)
     if model_device(model).type == "cuda":  # kernels are not slowed by the profiler; what launches them is
         waiting = max(0.0, wall - sum(busy.values()))  # where kernels run at the same time, none
         scale = waiting / (sum(idle.values()) or 1.0)
@@ -194,9 +193,8 @@ def _cost(model: nn.Module, layers: Layers, part: str, name: str, time: float, l
     module = model.get_submodule(name)
     known = (size for attribute in sizes if isinstance(size := getattr(module, attribute, None), int))
     width = next(known, 0) or len(features) or 1  # with the features of no head
-    return ModuleCost(
-        time, launch, width, tuple(map(frozenset, features.values())), frozenset(own or (a.name for a in inside))
-    )
+    users = tuple(map(frozenset, features.values()))
+    return ModuleCost(time, launch, width, users, frozenset(own or (a.name for a in inside)))
 
 
 # -- one pass under PyTorch's profiler -----------------------------------------------------------------

@@ -169,9 +169,8 @@ class Budget(ABC):
             where: What it was measured on, where that is more than a copy of the model.
         """
         of = f" {_SHARE} {self.limits}" if self.relative else ""
-        interval = (
-            f" (95 %: {self.show(reading.low)} to {self.show(reading.high)})" if reading.low < reading.high else ""
-        )
+        low, high = self.show(reading.low), self.show(reading.high)
+        interval = f" (95 %: {low} to {high})" if reading.low < reading.high else ""
         return f"at most {self.show(self.amount)}{of}; with {kept} heads it is {self.show(reading.value)}{interval}{where}."
 
     @property

@@ -43,12 +43,10 @@ class LatencyLimit(Limit):
                 return Reading.exact(1.0)
             # The search may err: the plan that it chooses is timed again, for as long as what is reported.
             runs = latency.MIN_RUNS // (1 if measured else 2)
-            seconds = latency.MIN_SECONDS / (1 if measured else 4)
+            least = latency.MIN_SECONDS / (1 if measured else 4)
             models = {"dense": subject.model, "pruned": subject.pruned(plan)}
             # Of several ranks one times, while the others wait.
-            (row,) = current().first(
-                "timing", lambda: latency.bench(models, inputs, min_runs=runs, min_seconds=seconds)
-            )
+            (row,) = current().first("timing", lambda: latency.bench(models, inputs, min_runs=runs, min_seconds=least))
             if self.relative:
                 speedup = row.speedups["pruned"]
                 return Reading(1 / speedup.ratio, 1 / speedup.high, 1 / speedup.low)

@@ -278,9 +278,8 @@ def _widths(parts: Sequence[Any], new: Change) -> Change:
     for i, name in new:
         values: dict[str, Any] = {}
         for field in ("hidden_size", name, "head_dim"):
-            with suppress(
-                Exception
-            ):  # there is none; or one for each layer, for which transformers has errors of its own
+            # There may be none; or one for each layer, for which transformers has errors of its own.
+            with suppress(Exception):
                 values[field] = getattr(parts[i], field)
         whole, heads, width = values.get("hidden_size"), values.get(name), values.get("head_dim")
         if type(width) is not int and isinstance(whole, int) and isinstance(heads, int) and whole % heads == 0:

@@ -80,11 +80,9 @@ def arrange(
     Raises:
         HeadPruneError: An unknown strategy, scores of another model, or nothing to rank by.
     """
-    chosen = strategy_named(strategy)
-    if search.scores and search.scores.model and search.model and not has_identity(search.model, search.scores.model):
-        message = (
-            f"The scores are another model's (fingerprint {search.scores.model}, this one is {identity(search.model)})."
-        )
+    chosen, scores = strategy_named(strategy), search.scores
+    if scores and scores.model and search.model and not has_identity(search.model, scores.model):
+        message = f"The scores are another model's (fingerprint {scores.model}, this one is {identity(search.model)})."
         raise HeadPruneError(message, "Score this model first.")
     levels = sorted(levels, reverse=True)
     if not any(layer.groups and layer.prunable for layer in search.layers):
@@ -92,7 +90,6 @@ def arrange(
     orders = [chosen.run(replace(search, kind=kind), levels) for kind in kinds]
     if len(orders) == 1:
         return orders[0]
-    scores = search.scores
     judge = quality or (lambda plan: -_score_lost(plan, scores) if scores else plan.kept)
     judged = judged or levels
     common = [k for k in judged if all(o.reaches(k) for o in orders)]
@@ -100,13 +97,8 @@ def arrange(
     def merit(order: Order) -> tuple[bool, int, float, int, int]:
         reached = sum(order.reaches(k) for k in judged)
         fewest = min((kept for kept in order.kept() if kept), default=0)  # for the hint, where no budget is reached
-        return (
-            order.stock,
-            reached,
-            sum(judge(order.plan(k)) for k in common),
-            -order.least,
-            0 if reached else -fewest,
-        )
+        worth = sum(judge(order.plan(k)) for k in common)
+        return order.stock, reached, worth, -order.least, 0 if reached else -fewest
 
     return max(orders, key=merit)  # the first, groups, on a tie
 

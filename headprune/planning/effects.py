@@ -119,9 +119,7 @@ def _gated(calibration: Calibration, layers: Layers, index: int, units: Sequence
     rows = []
     # One by one: at these layers nobody has seen which rows are whose.
     for row, one in enumerate(runner.rows.singles(runner.batches[index])):
-        gates = {
-            name: torch.ones(layer.num_heads, dtype=torch.float64, requires_grad=True) for name, layer in names.items()
-        }
+        gates = {name: torch.ones(a.num_heads, dtype=torch.float64, requires_grad=True) for name, a in names.items()}
         with (
             torch.enable_grad(),
             runner.deterministic_eval(),
@@ -176,11 +174,8 @@ def _removal(
             left[block, u, range(len(these))] = 1.0
             continue
         if values is not None:  # what its heads could have read goes with it
-            block += [
-                at[len(projection.weight) + h * values.head_dim + j]
-                for _, h in heads[u]
-                for j in range(values.head_dim)
-            ]
+            starts = [len(projection.weight) + h * values.head_dim for _, h in heads[u]]
+            block += [at[start + j] for start in starts for j in range(values.head_dim)]
         left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
     return _Removal(kept, mean, left, right, columns)
 

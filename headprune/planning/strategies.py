@@ -178,15 +178,13 @@ class Strategy:
 
 STRATEGIES: dict[str, Strategy] = {}
 AUTO = "auto"
+_ABOUT = "Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used."
 """What a search does by default: it is no strategy, but makes several orders and takes the best (`headprune.plan_search`)."""
 
 
 def abouts() -> dict[str, str]:
     """What can be asked for as a strategy, by name, each with a line that describes it."""
-    auto = (
-        "Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used."
-    )
-    return {AUTO: auto, **{strategy.name: strategy.about for strategy in STRATEGIES.values()}}
+    return {AUTO: _ABOUT, **{strategy.name: strategy.about for strategy in STRATEGIES.values()}}
 
 
 _Run = Callable[[Search, Sequence[int]], Order]

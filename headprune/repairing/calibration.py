@@ -186,9 +186,8 @@ class Calibration:
             with torch.no_grad(), self.runner.deterministic_eval():
                 xs = self.statistics.directions.widened(batch, xs, ys, list(xs), shares=1)
             self.runner.count(self.runner.rows.size(batch))
-        return {
-            name: [(x, slope) for x, (_, _, (slope,)) in zip(xs[name], own, strict=True)] for name, own in calls.items()
-        }
+        slopes = {name: [slope for _, _, (slope,) in own] for name, own in calls.items()}
+        return {name: list(zip(xs[name], own, strict=True)) for name, own in slopes.items()}
 
     @contextmanager
     def applied(self, weights: NewWeights, drop: Heads | None = None) -> Iterator[None]:
@@ -257,9 +256,8 @@ def calibrate(
     runner = Runner(model, projections, batches)
     refittable = _refittable(runner, notes) if repair and values else {}
     times = min(_MIXTURES, _MOST_EXAMPLES // runner.examples - 1) if repair and mixtures else 0
-    return Calibration(
-        layers, runner, refittable, times, tuple(notes), repair, ridge if repair else torch.inf, progress
-    )
+    ridge = ridge if repair else torch.inf
+    return Calibration(layers, runner, refittable, times, tuple(notes), repair, ridge, progress)
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:

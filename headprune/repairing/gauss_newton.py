@@ -271,9 +271,7 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
     of_chosen = torch.split(torch.arange(len(chosen)), [own.numel() for own in some])
     tried = [at.view_as(own) for at, own in zip(of_chosen, some, strict=True)]
     small = kernel[chosen][:, chosen]
-    strength, _ = downhill(
-        lambda strength: _left_out(small, wanted[chosen], tried, strength)[0], STRENGTHS, STRENGTHS.index(_START)
-    )
+    strength, _ = downhill(lambda s: _left_out(small, wanted[chosen], tried, s)[0], STRENGTHS, STRENGTHS.index(_START))
     least, alpha = _left_out(kernel, wanted, groups, strength)
     if not least < _GAIN * _root(lacking):
         return None

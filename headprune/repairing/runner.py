@@ -118,10 +118,8 @@ class Runner:
         runner = copy.copy(self)
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
         device = model_device(self.model)
-        mixtures = [
-            replace(mixed, inputs=move(mixed.inputs, device))
-            for mixed in mixed_texts(self.batches, self.rows, times, padding)
-        ]
+        texts = mixed_texts(self.batches, self.rows, times, padding)
+        mixtures = [replace(mixed, inputs=move(mixed.inputs, device)) for mixed in texts]
         with torch.no_grad(), self.deterministic_eval():
             # The first one says what most models do with mixtures; if they take it, all are tried.
             taken = not mixtures or self._answers_once(mixtures[0])

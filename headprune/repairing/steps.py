@@ -98,9 +98,8 @@ def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> 
     mixtures = sum(len(mixed.firsts) for mixed in runner.mixtures)
     biases = tuple(name for name in calibration.new_biases if new.get(name, (None, None))[1] is not None)
     notes = (*calibration.notes, *([weights.note] if weights.note else []))
-    return Repair(
-        weights.facts, runner.examples, mixtures, round(passes), biases, notes, weights.answers, weights.trials
-    )
+    counts = runner.examples, mixtures, round(passes)
+    return Repair(weights.facts, *counts, biases, notes, weights.answers, weights.trials)
 
 
 def checked_repair(

@@ -115,11 +115,8 @@ def _ablated(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> 
     parts = [[n] for n in layers] if _uneven(costs, current().size) else [list(layers)]
     # The model runs again from the layer on, for every head; and once as it is.
     again = [1 + sum(len(every[n]) * (len(every) - n) for n in some) / len(every) for some in parts]
-    tasks = {
-        f"{i}-{some[0]}-{len(some)}": partial(without, i, batch, some)
-        for i, batch in enumerate(problem.numbered())
-        for some in parts
-    }
+    numbered = enumerate(problem.numbered())
+    tasks = {f"{i}-{some[0]}-{len(some)}": partial(without, i, batch, some) for i, batch in numbered for some in parts}
     tables = problem.store.share("ablation", tasks, [cost * more for cost in costs for more in again])
     by_batch = [tables[i : i + len(parts)] for i in range(0, len(tables), len(parts))]
     losses = torch.cat([torch.cat([own[0], *(t[:, 1:] for t in own[1:])], dim=1) for own in by_batch])

@@ -227,9 +227,8 @@ class NotFiniteError(HeadPruneError):
 
     def __init__(self, problem: Problem, batch: Any, row: int, value: float) -> None:
         self.row, self.value = row, value
-        super().__init__(
-            f"The loss of {problem.place(batch, row)} is {value}.", "Check its label and text, or use --dtype float32."
-        )
+        message = f"The loss of {problem.place(batch, row)} is {value}."
+        super().__init__(message, "Check its label and text, or use --dtype float32.")
 
 
 @dataclass(frozen=True)

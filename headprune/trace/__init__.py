@@ -80,9 +80,8 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
 
 def _is_emptied(module: nn.Module) -> bool:
     """Whether a module is an attention layer that has lost all of its heads."""
-    return is_ours(module, EmptyAttention) or (
-        is_ours(module, MultiheadAttention) and getattr(module, "num_heads", 1) == 0
-    )
+    without_heads = is_ours(module, MultiheadAttention) and getattr(module, "num_heads", 1) == 0
+    return without_heads or is_ours(module, EmptyAttention)
 
 
 def example_for(model: nn.Module) -> Example:

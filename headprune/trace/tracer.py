@@ -193,9 +193,8 @@ class Tracer(TorchFunctionMode):
 
     def _new_attention(self, result: Tensor, heads: HeadSlices | None, **about: Any) -> AttentionCall:
         """Record a computation of attention by the module that runs now."""
-        attention = AttentionCall(
-            self._attention_module(), tuple(self.running), result, heads or HeadSlices.along(1, 0), **about
-        )
+        module, heads = self._attention_module(), heads or HeadSlices.along(1, 0)
+        attention = AttentionCall(module, tuple(self.running), result, heads, **about)
         self.attentions.append(attention)
         return attention
 
