@@ -10,7 +10,7 @@ from torch import nn
 
 from headprune.arguments import given_to_choose, layers_for, listed, together
 from headprune.attention import Layers
-from headprune.batches import is_empty
+from headprune.batches import nonempty
 from headprune.budgets import Budget, budget_of
 from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError
@@ -95,7 +95,7 @@ def search(
         HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, or no examples.
     """
     check_weights(model)
-    given = _examples(batches)
+    given = nonempty(listed(batches), "search with")
     layers = layers_for(model, layers, batches=given)
     wanted = budgets_of(keep, budgets, maskable_of(model, layers))
     protect = protect if isinstance(protect, str) else ",".join(protect)
@@ -103,14 +103,6 @@ def search(
     with torch.inference_mode(False), together(accelerator, model, given):
         result = _search(model, layers, given, choose, options, scores, loss_fn, distil, CallbackConsole(progress))
     return [fit.plan for fit in result.fits]
-
-
-def _examples(batches: Iterable[Any]) -> list[Any]:
-    """The batches that hold examples, as a list."""
-    given = [batch for batch in listed(batches) if not is_empty(batch)]
-    if not given:
-        raise HeadPruneError("There are no examples to search with.", "Give batches of at least one example.")
-    return given
 
 
 def _search(

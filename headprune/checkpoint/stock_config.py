@@ -233,11 +233,8 @@ def _changes(base: Any, ratios: Sequence[Fraction], biases: Sequence[str]) -> It
     """What may be new in a config: numbers of heads, and where that is not enough a head's width; and flags that give biases."""
     parts = configs_in(base)
     fields = [(i, name, value) for i, part in enumerate(parts) for name, value in vars(part).items()]
-    counts: Change = {
-        (i, name): value
-        for i, name, value in fields
-        if "head" in name and not name.startswith("_") and not _WIDTH.search(name) and type(value) is int and value > 0
-    }
+    named = [(i, name, v) for i, name, v in fields if "head" in name and not name.startswith("_")]
+    counts: Change = {(i, n): v for i, n, v in named if not _WIDTH.search(n) and type(v) is int and v > 0}
     flags = [(i, name) for i, name, value in fields if "bias" in name and value is False]
     shares = [[*dict.fromkeys((*(_share(v, r) for r in ratios), v))] for v in counts.values()]
     alike = (tuple(_share(value, ratio) for value in counts.values()) for ratio in ratios)

@@ -194,10 +194,8 @@ class MultiheadAttention(nn.Module):
         trainable = source.out_proj.weight.requires_grad
         self.q_proj, self.k_proj, self.v_proj = (_linear(w, b, trainable) for w, b in zip(weights, biases, strict=True))
         self.out_proj = _linear(source.out_proj.weight.detach(), source.out_proj.bias, trainable)
-        self.bias_k, self.bias_v = (
-            None if bias is None else nn.Parameter(bias.detach(), requires_grad=trainable)
-            for bias in (source.bias_k, source.bias_v)
-        )
+        extra = source.bias_k, source.bias_v
+        self.bias_k, self.bias_v = (None if b is None else nn.Parameter(b.detach(), trainable) for b in extra)
 
     def forward(
         self,

@@ -80,11 +80,8 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
         first = 0
         for batch in batches:
             numbers = range(first, first := first + rows.size(batch))
-            pairs = [
-                (number, own[(own.index(number) + shift) % len(own)])
-                for number in numbers
-                if len(own := members[block[number]]) > shift
-            ]
+            blocks = [(number, members[block[number]]) for number in numbers]
+            pairs = [(n, own[(own.index(n) + shift) % len(own)]) for n, own in blocks if len(own) > shift]
             if pairs:
                 mixed = [_mixed(texts[one], texts[other]) for one, other in pairs]
                 inputs = {name: padded(name, [text[name] for text in mixed]) for name in mixed[0]}

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
-from headprune.batches import cost_of, find_rows, is_empty
+from headprune.batches import cost_of, find_rows, nonempty
 from headprune.divergence import part_of, real_tokens
-from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.memory import is_out_of_memory
 from headprune.parallel import current
@@ -53,9 +52,7 @@ class Runner:
         self._seen = [0.0]  # how many examples the model was run on: runners with and without mixtures share it
         device = model_device(model)
         with torch.inference_mode(False):
-            self.batches = [usable(move(batch, device)) for batch in batches if not is_empty(batch)]
-        if not self.batches:
-            raise HeadPruneError("There are no examples to repair on.", "Give batches of at least one example.")
+            self.batches = [usable(move(batch, device)) for batch in nonempty(batches, "repair on")]
         with torch.inference_mode(False), self.deterministic_eval():
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))

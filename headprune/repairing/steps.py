@@ -172,11 +172,8 @@ class _Crossed:
         runner = calibration.runner
         self._folds = []
         for fold in range(FOLDS):
-            rows = [
-                (index, row)
-                for index in range(len(runner.batches))
-                for row in torch.nonzero(runner.fold(index) == fold).flatten().tolist()
-            ]
+            of_fold = [torch.nonzero(runner.fold(index) == fold).flatten() for index in range(len(runner.batches))]
+            rows = [(index, row) for index, own in enumerate(of_fold) for row in own.tolist()]
             some: dict[int, list[int]] = {}
             count = min(_MOST // FOLDS, len(rows))
             for i in range(count):  # from everywhere: batches often come sorted by length

@@ -12,7 +12,7 @@ from torch import nn
 
 from headprune.arguments import layers_for, listed, together
 from headprune.attention import AttentionLayer, Layers
-from headprune.batches import is_empty
+from headprune.batches import nonempty
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import identity, versions
 from headprune.inputs import check_weights, model_device
@@ -103,7 +103,7 @@ def _scored(
     seed: int, settings: Settings, work: Path | str | Store | None, progress: Progress | None,
 ) -> HeadScores:  # fmt: skip
     """`score`, with its arguments checked."""
-    examples = _not_empty(model, batches)
+    examples = nonempty((on_device(model, batch) for batch in batches), "score on")
     with quiet(model), torch.enable_grad():
         examples = losses.prepare(examples)
     maskable = maskable_of(model, layers_for(model, layers, batches=examples))
@@ -125,14 +125,6 @@ def _scored(
     estimate = current().first("estimate", lambda: replace(estimate, details=details))
     scores = _scores(chosen, problem, estimate, own)
     return replace(scores, unit=losses.unit(scores.unit))
-
-
-def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
-    """The batches that hold examples, on the model's device."""
-    kept = [batch for batch in (on_device(model, each) for each in batches) if not is_empty(batch)]
-    if not kept:
-        raise HeadPruneError("There are no examples to score on.", "Give batches of at least one example.")
-    return kept
 
 
 def maskable_of(model: nn.Module, layers: Layers) -> list[AttentionLayer]:

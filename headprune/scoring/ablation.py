@@ -85,12 +85,8 @@ def resample_ablation(problem: Problem) -> Estimate:
     pools = _head_outputs(problem, "pool", one_token)
 
     def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
-        return {
-            layer.name: _resampled(
-                pools[layer.name], problem.seed + 1, start, size, partial(real_queries, problem, layer, batch)
-            )
-            for layer in problem.layers
-        }
+        real = {layer.name: partial(real_queries, problem, layer, batch) for layer in problem.layers}
+        return {name: _resampled(pools[name], problem.seed + 1, start, size, own) for name, own in real.items()}
 
     return _ablated(problem, Replay(problem), fills)
 

@@ -73,11 +73,8 @@ class Tracer(TorchFunctionMode):
         record = self.records[name]
         record.calls += 1
         record.inputs = [t for t in tensors((args, kwargs)) if t.ndim]
-        record.biases = {
-            k: v
-            for k, v in {**dict(enumerate(args)), **kwargs}.items()
-            if isinstance(v, Tensor) and (v.is_floating_point() or v.dtype == torch.bool) and v.ndim > 2
-        }
+        wide = {k: v for k, v in {**dict(enumerate(args)), **kwargs}.items() if isinstance(v, Tensor) and v.ndim > 2}
+        record.biases = {k: v for k, v in wide.items() if v.is_floating_point() or v.dtype == torch.bool}
         record.cached |= any(v is not None and "past" in k for k, v in kwargs.items())
         if args and isinstance(args[0], Tensor) and args[0].requires_grad:
             for attention in self.attentions:
