@@ -90,10 +90,7 @@ def heads_of(plan: Plan) -> Mapping[str, Sequence[int]]:
 
 
 def layers_for(
-    model: nn.Module,
-    layers: Layers | None,
-    example: Example | None = None,
-    batches: Sequence[Any] = (),
+    model: nn.Module, layers: Layers | None, example: Example | None = None, batches: Sequence[Any] = ()
 ) -> Layers:
     """The given layers, or those that a trace finds: with the example, else the first batch, else a made-up input.
 

@@ -29,10 +29,7 @@ class RowsError(HeadPruneError):
 
 @contextmanager
 def gated(
-    model: nn.Module,
-    layers: Layers,
-    gates: Mapping[str, Tensor],
-    fill: Mapping[str, Fill] | None = None,
+    model: nn.Module, layers: Layers, gates: Mapping[str, Tensor], fill: Mapping[str, Fill] | None = None
 ) -> Iterator[None]:
     """Multiply heads' outputs by gates while the context lasts. No hook is left behind.
 

@@ -51,11 +51,7 @@ class _Removal:
 
 
 def effects(
-    calibration: Calibration,
-    layers: Layers,
-    drop: Heads,
-    units: Sequence[Unit],
-    examples: int | None = None,
+    calibration: Calibration, layers: Layers, drop: Heads, units: Sequence[Unit], examples: int | None = None
 ) -> Tensor:
     """First-order change of the model's answers to every example if a unit goes too, ``[examples, units]``, float64.
 
@@ -114,23 +110,18 @@ def effects(
 
 def _gated(calibration: Calibration, layers: Layers, index: int, units: Sequence[Unit]) -> Tensor:
     """Minus the gate gradients on a batch, ``[examples, units]``."""
-    runner = calibration.runner
+    runner, model = calibration.runner, calibration.model
     names = {layers[unit.layer].name: layers[unit.layer] for unit in units}
     rows = []
     # One by one: at these layers nobody has seen which rows are whose.
     for row, one in enumerate(runner.rows.singles(runner.batches[index])):
         gates = {name: torch.ones(a.num_heads, dtype=torch.float64, requires_grad=True) for name, a in names.items()}
-        with (
-            torch.enable_grad(),
-            runner.deterministic_eval(),
-            frozen(calibration.model),
-            gated(calibration.model, layers, gates),
-        ):
-            output = call(calibration.model, inputs_of(calibration.model, one))
+        with torch.enable_grad(), runner.deterministic_eval(), frozen(model), gated(model, layers, gates):
+            output = call(model, inputs_of(model, one))
             # Answers may depend on none of these layers, but then on others, or they cannot be differentiated at all.
             slopes: Sequence[Tensor | None] = [None] * len(gates)
             if not calibration.projections or any(t.requires_grad for t in tensors(output)):
-                probe = probe_of(calibration.model, output, one, runner.first(index) + row, runner.rows)
+                probe = probe_of(model, output, one, runner.first(index) + row, runner.rows)
                 slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
         of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
         rows.append(torch.stack([of[layers[u.layer].name][list(u.heads)].sum() for u in units]))

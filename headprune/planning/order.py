@@ -81,9 +81,7 @@ class Unit(NamedTuple):
     heads: tuple[int, ...]
 
 
-def units_of(
-    layers: Layers, values: Mapping[str, Tensor], constraints: Constraints, kind: str = GROUPS
-) -> list[list[Unit]]:
+def units_of(layers: Layers, values: Mapping[str, Tensor], constraints: Constraints, kind: str) -> list[list[Unit]]:
     """For every layer, the units that may go, those with the least score first.
 
     Units that a layer needs to keep ``constraints.min_heads`` are left out: those with the highest scores.

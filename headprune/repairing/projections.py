@@ -158,9 +158,7 @@ class OutputProjection:
         return [h for h in range(self.layers[0].num_heads) if h not in gone]
 
 
-def output_projections(
-    model: nn.Module, layers: Layers, notes: list[str], biases: bool = True
-) -> Iterator[OutputProjection]:
+def output_projections(model: nn.Module, layers: Layers, notes: list[str], biases: bool) -> Iterator[OutputProjection]:
     """The output projections that can be refitted, in the order of the layers; why others cannot is added to ``notes``.
 
     Args:

@@ -82,9 +82,7 @@ def profile_heads(
     )
 
 
-def _sums(
-    model: nn.Module, layers: Layers, inputs: Sequence[Example], rows: Rows, known: LayerInput
-) -> dict[str, Sums]:
+def _sums(model: nn.Module, layers: Layers, inputs: list[Example], rows: Rows, known: LayerInput) -> dict[str, Sums]:
     """The sums over all queries of every layer, by its name; ``known`` holds for all batches."""
 
     def keep(batch: Example, weights: Weights) -> Sums:
