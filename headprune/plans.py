@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from headprune import documents
-from headprune.attention import Heads, Layers, check_heads, check_possible
+from headprune.attention import AttentionLayer, Heads, check_heads, check_possible
 from headprune.documents import Count
 from headprune.errors import HeadPruneError
 from headprune.files import read_json, write_json
@@ -77,7 +77,7 @@ class PruningPlan:
             hint = "Prune by the plan that it was repaired for, or repair a copy of the dense model for this one."
             raise HeadPruneError(message, hint)
 
-    def on(self, layers: Layers) -> PruningPlan:
+    def on(self, layers: Sequence[AttentionLayer]) -> PruningPlan:
         """This plan for the layers of a model: heads counted again, layers by their full names and in their order.
 
         Raises:

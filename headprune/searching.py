@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headprune.arguments import given_to_choose, layers_for, listed, together
-from headprune.attention import Layers
+from headprune.attention import AttentionLayer, Layers
 from headprune.batches import nonempty
 from headprune.budgets import Budget, budget_of
 from headprune.budgets.subject import Subject
@@ -58,7 +58,7 @@ def search(
     effort: str = "normal",
     loss_fn: LossFn | None = None,
     distil: bool = False,
-    layers: Layers | None = None,
+    layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
     accelerator: Accelerator | None = None,
     progress: Progress | None = None,

@@ -110,7 +110,7 @@ def breakdown(
     model: nn.Module,
     example: Example,
     *,
-    layers: Layers | None = None,
+    layers: Sequence[AttentionLayer] | None = None,
     min_seconds: float | None = None,
 ) -> Breakdown:
     """What a forward pass spends its time on: attention, feed-forward, embeddings and head, launch overhead.

@@ -21,7 +21,7 @@ from torch import nn
 
 from headprune import input_specs
 from headprune.arguments import Plan, given_to_choose, heads_of, layers_for, listed, together
-from headprune.attention import Heads, Layers, check_heads
+from headprune.attention import AttentionLayer, Heads, check_heads
 from headprune.divergence import Fidelity
 from headprune.fingerprint import identities
 from headprune.inputs import check_weights, inputs_of
@@ -47,7 +47,7 @@ def repair(
     batches: Iterable[Any],
     *,
     choose: Iterable[Any] | None = None,
-    layers: Layers | None = None,
+    layers: Sequence[AttentionLayer] | None = None,
     ridge: float | None = None,
     values: bool = True,
     mixtures: bool = True,

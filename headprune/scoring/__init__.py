@@ -53,7 +53,7 @@ def score(
     *,
     loss_fn: LossFn | None = None,
     distil: bool = False,
-    layers: Layers | None = None,
+    layers: Sequence[AttentionLayer] | None = None,
     seed: int = 0,
     settings: Settings | None = None,
     work: Path | str | Store | None = None,

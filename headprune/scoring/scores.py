@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headprune.attention import AttentionLayer, Layers
+from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.files import read_json, write_json
 from headprune.uncertainty import FEW
@@ -162,7 +162,7 @@ class HeadScores:
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], layers: Layers) -> HeadScores:
+    def from_json(cls, data: Mapping[str, Any], layers: Sequence[AttentionLayer]) -> HeadScores:
         """The scores of these layers that `to_json` wrote; checked, since somebody else may have written or edited the file.
 
         Raises:

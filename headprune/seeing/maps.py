@@ -74,7 +74,9 @@ class Weights:
 Keep = Callable[[Weights], Any]
 
 
-def attention_weights(model: nn.Module, example: Example, layers: Layers | None = None) -> dict[str, Tensor]:
+def attention_weights(
+    model: nn.Module, example: Example, layers: Sequence[AttentionLayer] | None = None
+) -> dict[str, Tensor]:
     """The attention weights of every head, of any model that headprune traces, whichever way it computes them.
 
     The model need not be set to eager attention. All weights of a layer are held, so for long inputs name few ``layers``, or use

@@ -29,7 +29,7 @@ _FEWEST = 8
 def profile_heads(
     model: nn.Module,
     batches: Iterable[Any],
-    layers: Layers | None = None,
+    layers: Sequence[AttentionLayer] | None = None,
     *,
     separators: Iterable[int] | None = None,
     seed: int = 0,

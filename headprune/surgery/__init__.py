@@ -6,7 +6,7 @@ copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from headprune import gates, input_specs
 from headprune.arguments import Plan, heads_of, layers_for
-from headprune.attention import Layers, check_heads, check_possible
+from headprune.attention import AttentionLayer, check_heads, check_possible
 from headprune.errors import PruneError
 from headprune.inputs import Example, check_model, model_device, move, usable
 from headprune.offload import renewed
@@ -36,7 +36,7 @@ def mask(
     plan: Plan,
     example: Example | None = None,
     *,
-    layers: Layers | None = None,
+    layers: Sequence[AttentionLayer] | None = None,
 ) -> Iterator[None]:
     """Switch heads off while the context lasts: their output is 0.
 
@@ -55,7 +55,9 @@ def mask(
         yield
 
 
-def prune(model: nn.Module, plan: Plan, example: Example | None = None, *, layers: Layers | None = None) -> Proof:
+def prune(
+    model: nn.Module, plan: Plan, example: Example | None = None, *, layers: Sequence[AttentionLayer] | None = None
+) -> Proof:
     """Remove heads in place, and prove that the model gives the same answers as with these heads masked.
 
     Args:
