@@ -15,12 +15,8 @@ if TYPE_CHECKING:  # isort: off
     from headprune.attention import AttentionLayer as AttentionLayer
     from headprune.checkpoint import load as load, save as save
     from headprune.errors import HeadPruneError as HeadPruneError, PruneError as PruneError
-    from headprune.evaluation import (
-        Change as Change,
-        Measurement as Measurement,
-        compare as compare,
-        evaluate as evaluate,
-    )
+    from headprune.evaluation import Change as Change, Measurement as Measurement
+    from headprune.evaluation import compare as compare, evaluate as evaluate
     from headprune.exporting import Exported as Exported, export as export
     from headprune.latency import LatencyRow as LatencyRow, Speedup as Speedup, Timing as Timing, benchmark as benchmark
     from headprune.planning import plan as plan
@@ -29,11 +25,8 @@ if TYPE_CHECKING:  # isort: off
     from headprune.repairing import Repair as Repair, Trial as Trial
     from headprune.scoring import HeadScores as HeadScores, agreement as agreement, score as score
     from headprune.searching import search as search
-    from headprune.seeing import (
-        HeadProfile as HeadProfile,
-        attention_weights as attention_weights,
-        profile_heads as profile_heads,
-    )
+    from headprune.seeing import HeadProfile as HeadProfile
+    from headprune.seeing import attention_weights as attention_weights, profile_heads as profile_heads
     from headprune.surgery import Proof as Proof, mask as mask
     from headprune.timing import Breakdown as Breakdown, breakdown as breakdown
     from headprune.trace import find_attention as find_attention

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer
+from headprune.attention import Layers
 from headprune.batches import is_empty
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
@@ -35,10 +35,9 @@ def listed(batches: Iterable[Any], name: str = "batches") -> list[Any]:
         HeadPruneError: It is one batch, or does not hold batches.
     """
     if isinstance(batches, Mapping | Tensor | str | bytes) or not isinstance(batches, Iterable):
-        raise HeadPruneError(
-            f"{name} is a {type(batches).__name__}, not a list of batches.",
-            f"Pass {name}=[batch, …], each batch a dict of tensors or a pair (inputs, labels).",
-        )
+        message = f"{name} is a {type(batches).__name__}, not a list of batches."
+        hint = f"Pass {name}=[batch, …], each batch a dict of tensors or a pair (inputs, labels)."
+        raise HeadPruneError(message, hint)
     return list(batches)
 
 
@@ -50,17 +49,14 @@ def given_to_choose(choose: Iterable[Any], batches: Sequence[Any]) -> list[Any]:
     """
     kept = [batch for batch in listed(choose, "choose") if not is_empty(batch)]
     if not kept:
-        raise HeadPruneError(
-            "choose= holds no examples.",
-            "Pass other batches than batches=; a generator gives its batches only once, so not the same one twice.",
-        )
+        message = "choose= holds no examples."
+        hint = "Pass other batches than batches=; a generator gives its batches only once, so not the same one twice."
+        raise HeadPruneError(message, hint)
     known = {content_of([batch]) for batch in batches}
     twice = [i for i, batch in enumerate(kept) if content_of([batch]) in known]
     if twice:
-        raise HeadPruneError(
-            f"Batch {twice[0]} of choose= is one of batches=, too: it would choose by what was fitted to it.",
-            "Pass batches of other examples, or leave out choose=.",
-        )
+        message = f"Batch {twice[0]} of choose= is one of batches=, too: it would choose by what was fitted to it."
+        raise HeadPruneError(message, "Pass batches of other examples, or leave out choose=.")
     return kept
 
 
@@ -94,11 +90,8 @@ def heads_of(plan: Plan) -> Mapping[str, Sequence[int]]:
 
 
 def layers_for(
-    model: nn.Module,
-    layers: Sequence[AttentionLayer] | None,
-    example: Example | None = None,
-    batches: Sequence[Any] = (),
-) -> Sequence[AttentionLayer]:
+    model: nn.Module, layers: Layers | None, example: Example | None = None, batches: Sequence[Any] = ()
+) -> Layers:
     """The given layers, or those that a trace finds: with the example, else the first batch, else a made-up input.
 
     Raises:

@@ -15,6 +15,8 @@ from headprune.pruned import HeadArgument, from_ranges, to_ranges
 
 Heads = dict[str, list[int]]
 """Heads by layer: ``{layer_name: [head, ...]}``."""
+Layers = Sequence["AttentionLayer"]
+"""A model's attention layers, as `headprune.find_attention` gives them."""
 
 _MOST = 2**24  # features that a projection, or entries that a table, may have; more would only fill memory
 
@@ -135,9 +137,8 @@ class AttentionLayer:
         name = self.name if len(self.name) <= 64 else f"…{self.name[-63:]}"
         kv = f", {self.num_kv_heads} key/value" if self.num_kv_heads != self.num_heads else ""
         fixed = "" if self.prunable else ", not prunable"
-        return (
-            f"AttentionLayer(L{self.index} {name!r}: {self.kind}, {self.num_heads} heads of {self.head_dim}{kv}{fixed})"
-        )
+        heads = f"{self.num_heads} heads of {self.head_dim}{kv}{fixed}"
+        return f"AttentionLayer(L{self.index} {name!r}: {self.kind}, {heads})"
 
     @property
     def mask_point(self) -> HeadFeatures | None:
@@ -216,7 +217,7 @@ def is_inside(name: str, module: str) -> bool:
     return f"{name}.".startswith(f"{module}." if module else "")
 
 
-def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLayer]) -> Heads:
+def check_heads(heads: Mapping[str, Sequence[int]], layers: Layers) -> Heads:
     """Validate ``{layer_name: [heads]}`` against the layers of a model.
 
     Returns:
@@ -228,9 +229,8 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
     """
     result: Heads = {}
     if not isinstance(heads, Mapping):
-        raise HeadPruneError(
-            f"{type(heads).__name__} does not say which heads.", "Give a plan, or a dict {layer_name: [head, …]}."
-        )
+        message = f"{type(heads).__name__} does not say which heads."
+        raise HeadPruneError(message, "Give a plan, or a dict {layer_name: [head, …]}.")
     for name, indices in heads.items():
         layer = layer_named(name, layers)
         listed = list(indices) if isinstance(indices, Iterable) else [indices]
@@ -239,14 +239,12 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
                 raise TypeError
             listed = [operator.index(h) for h in listed]
         except TypeError:
-            raise HeadPruneError(
-                f"Layer {name}: {indices!r} is no list of heads.", "Heads are whole numbers, such as [0, 3]."
-            ) from None
+            message = f"Layer {name}: {indices!r} is no list of heads."
+            raise HeadPruneError(message, "Heads are whole numbers, such as [0, 3].") from None
         for h in listed:
             if not 0 <= h < layer.num_heads:
-                raise HeadPruneError(
-                    f"Layer {name} has no head {h}.", f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}."
-                )
+                message = f"Layer {name} has no head {h}."
+                raise HeadPruneError(message, f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}.")
         if repeats := sorted({h for h in listed if listed.count(h) > 1}):
             raise HeadPruneError(f"Layer {name}: head {repeats[0]} is listed twice.")
         if layer.name in result:
@@ -255,7 +253,7 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLa
     return {layer.name: result[layer.name] for layer in layers if result.get(layer.name)}
 
 
-def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
+def layer_named(text: str, layers: Layers) -> AttentionLayer:
     """The layer with this name or short address, such as ``L3``.
 
     Raises:
@@ -268,10 +266,8 @@ def layer_named(text: str, layers: Sequence[AttentionLayer]) -> AttentionLayer:
         raise HeadPruneError(f"There is no attention layer named {text!r} in this model.", "It has none.")
     first, last = layers[0].index, layers[-1].index
     addresses = f"layers L{first} to L{last}" if last > first else f"one layer, L{first}"
-    raise HeadPruneError(
-        f"There is no attention layer named {text!r} in this model.",
-        f"This model has {addresses} (`headprune inspect` lists them).",
-    )
+    message = f"There is no attention layer named {text!r} in this model."
+    raise HeadPruneError(message, f"This model has {addresses} (`headprune inspect` lists them).")
 
 
 def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ the same when they come in another order, and is refused if they do not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,10 +53,8 @@ class Rows:
             return self.dims[path]
         if _name(path) in _NAMED:
             return 0
-        raise HeadPruneError(
-            f"It is not known whether {'.'.join(map(str, path))} has one part for every example.",
-            "Look at it together with its model (headprune.batches.find_rows).",
-        )
+        message = f"It is not known whether {'.'.join(map(str, path))} has one part for every example."
+        raise HeadPruneError(message, "Look at it together with its model (headprune.batches.find_rows).")
 
     def size(self, batch: Any) -> int:
         """Examples in a batch.
@@ -120,6 +118,18 @@ def is_empty(batch: Any) -> bool:
     """Whether a batch holds no example: its labels, or else its first tensor, have no element."""
     first = _first(batch)
     return first is not None and not first.numel()
+
+
+def nonempty(batches: Iterable[Any], purpose: str) -> list[Any]:
+    """The batches that hold examples.
+
+    Raises:
+        HeadPruneError: There is none.
+    """
+    kept = [batch for batch in batches if not is_empty(batch)]
+    if not kept:
+        raise HeadPruneError(f"There are no examples to {purpose}.", "Give batches of at least one example.")
+    return kept
 
 
 def apparent_size(batch: Any) -> int:

@@ -193,9 +193,8 @@ def _classes(logits: Tensor, labels: Tensor) -> Outcome:
     loss = F.cross_entropy(widened(logits).transpose(1, 2), labels.long(), ignore_index=IGNORED, reduction="none")
     tokens = counted.sum(dim=1)
     predictions = [guess[own] for guess, own in zip(logits.detach().argmax(dim=-1), counted, strict=True)]
-    return Outcome(
-        loss.sum(dim=1) / tokens.clamp(min=1), tokens, predictions, [t[c] for t, c in zip(labels, counted, strict=True)]
-    )
+    targets = [label[own] for label, own in zip(labels, counted, strict=True)]
+    return Outcome(loss.sum(dim=1) / tokens.clamp(min=1), tokens, predictions, targets)
 
 
 # -- which convention is the model's own ---------------------------------------------------------------

@@ -16,22 +16,11 @@ from torch import Tensor, nn
 
 from headprune.batches import Rows, apparent_size
 from headprune.errors import HeadPruneError
-from headprune.inputs import (
-    ADDED,
-    DRAWN,
-    KNOWN,
-    LABELS,
-    call,
-    inputs_of,
-    is_encoder_decoder,
-    model_device,
-    move,
-    tensors,
-    widened,
-)
+from headprune.inputs import ADDED, LABELS, call, inputs_of, is_encoder_decoder, model_device, move, tensors, widened
 from headprune.parallel import current
 from headprune.running import quiet
 
+KNOWN, DRAWN = ADDED  # the dense model's logits, and labels drawn from them
 IGNORED = -100
 # Methods of transformers' models of sound: how many frames come of so many samples.
 _LENGTHS = ("_get_feat_extract_output_lengths", "_get_subsampling_output_length")
@@ -117,10 +106,8 @@ class Divergence:
         (the Fisher information).
         """
         if DRAWN not in batch:
-            raise HeadPruneError(
-                "Without labels this model's answers are compared as numbers, and that has no gradient at the dense model.",
-                "Score by ablation, shapley or integrated-gradients.",
-            )
+            message = "Without labels this model's answers are compared as numbers, and that has no gradient at the dense model."
+            raise HeadPruneError(message, "Score by ablation, shapley or integrated-gradients.")
         logits = self._logits(batch)
         return self.mean(F.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch[DRAWN], reduction="none"), batch)
 
@@ -233,10 +220,8 @@ def logits_of(output: Any, batch: Any) -> Tensor:
         if isinstance(mask := batch.get("attention_mask") if isinstance(batch, Mapping) else None, Tensor):
             logits = logits.masked_fill(mask[:, None].to(logits.device) == 0, torch.finfo(logits.dtype).min)
     if not isinstance(logits, Tensor) or logits.ndim < 2:
-        raise HeadPruneError(
-            "The batches have no labels, and the model gives no logits to compare with the dense model's.",
-            'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.',
-        )
+        message = "The batches have no labels, and the model gives no logits to compare with the dense model's."
+        raise HeadPruneError(message, 'Give dicts with "labels", or pairs (inputs, labels) together with loss_fn=.')
     if logits.ndim > 3:  # images: [batch, classes, height, width]
         logits = logits.movedim(1, -1).flatten(1, -2)
     return widened(logits)

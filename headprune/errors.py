@@ -79,10 +79,8 @@ def check_text(path: Path) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise HeadPruneError(
-            f"The name {str(path)!r} is not UTF-8, and the libraries that read and write weights and data take no other.",
-            "Rename the folder, or choose another.",
-        ) from None
+        message = f"The name {str(path)!r} is not UTF-8, and the libraries that read and write weights and data take no other."
+        raise HeadPruneError(message, "Rename the folder, or choose another.") from None
 
 
 def check_link(path: Path) -> None:
@@ -93,10 +91,8 @@ def check_link(path: Path) -> None:
     """
     for place in (path, *path.absolute().parents):
         if place.is_symlink() and not place.exists():
-            raise HeadPruneError(
-                f"{place} is a link to {place.readlink()}, which is not there.",
-                "Make that folder, or choose another place with -o.",
-            )
+            message = f"{place} is a link to {place.readlink()}, which is not there."
+            raise HeadPruneError(message, "Make that folder, or choose another place with -o.")
 
 
 def check_writable(folder: Path) -> None:
@@ -144,9 +140,8 @@ def explained(error: BaseException) -> HeadPruneError | None:
         number, name = _number_of(cause), type(cause).__name__
         where = f" ({cause.filename})" if isinstance(cause, OSError) and cause.filename else ""
         if number == errno.EFBIG:
-            return HeadPruneError(
-                f"A file would be larger than this process may write{where}.", "Raise the limit: `ulimit -f unlimited`."
-            )
+            message = f"A file would be larger than this process may write{where}."
+            return HeadPruneError(message, "Raise the limit: `ulimit -f unlimited`.")
         if number in _FULL:
             return HeadPruneError(
                 f"No space left on the disk{where}.",
@@ -154,17 +149,14 @@ def explained(error: BaseException) -> HeadPruneError | None:
                 "again: what score, prune or finetune had finished is kept.",
             )
         if isinstance(cause, OSError) and number and where:
-            return HeadPruneError(
-                f"{cause.filename} cannot be read or written: {cause.strerror}.", "Check the path and its permissions."
-            )
+            message = f"{cause.filename} cannot be read or written: {cause.strerror}."
+            return HeadPruneError(message, "Check the path and its permissions.")
         if number == errno.ENOENT and not _has_folder():
-            return HeadPruneError(
-                "The current folder is gone: it was removed, or made anew.", 'Go to one that is there (`cd "$PWD"`).'
-            )
+            message = "The current folder is gone: it was removed, or made anew."
+            return HeadPruneError(message, 'Go to one that is there (`cd "$PWD"`).')
         if isinstance(cause, MemoryError) or "OutOfMemory" in name or "can't allocate memory" in str(cause):
-            return HeadPruneError(
-                "Memory ran out.", "Use a smaller --batch-size, a smaller --max-length, or a machine with more of it."
-            )
+            hint = "Use a smaller --batch-size, a smaller --max-length, or a machine with more of it."
+            return HeadPruneError("Memory ran out.", hint)
     return None
 
 

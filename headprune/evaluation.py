@@ -140,10 +140,8 @@ def evaluate(
     all_loss, all_tokens = torch.cat(loss).numpy(), torch.cat(tokens).numpy()
     if not np.isfinite(all_loss).all():
         bad = int(np.flatnonzero(~np.isfinite(all_loss))[0])
-        raise HeadPruneError(
-            f"The loss of example {bad} (in the order given) is {all_loss[bad]}.",
-            "Check its label and text, or use --dtype float32.",
-        )
+        message = f"The loss of example {bad} (in the order given) is {all_loss[bad]}."
+        raise HeadPruneError(message, "Check its label and text, or use --dtype float32.")
     correct = [(p == t).sum().item() for p, t in zip(guesses, truths, strict=True)] or [float("nan")] * len(all_loss)
     measurement = Measurement({}, all_loss, np.asarray(correct, dtype=np.float64), all_tokens)
     measurement.metrics.update(_metrics(measurement, guesses, truths, losses))
@@ -208,9 +206,8 @@ def compare(dense: Measurement, pruned: Measurement, metric: str | None = None) 
     """
     metric = metric or next((m for m in METRICS if m in dense.metrics and m in pruned.metrics), "loss")
     if len(dense) != len(pruned):
-        raise HeadPruneError(
-            f"{len(dense)} and {len(pruned)} examples cannot be paired.", "Measure both on the same examples."
-        )
+        message = f"{len(dense)} and {len(pruned)} examples cannot be paired."
+        raise HeadPruneError(message, "Measure both on the same examples.")
     if not np.array_equal(dense.tokens, pruned.tokens):
         raise HeadPruneError("The two models were measured on different labels.", "Measure both on the same examples.")
     differences = pruned.per_example(metric) - dense.per_example(metric)

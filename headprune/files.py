@@ -251,10 +251,9 @@ def read_json(path: Path, kind: str, changed: Callable[[], object] | None = None
     del data["headprune"], data["schema"]
     if CHECKSUM in data and data.pop(CHECKSUM) != checksum(data):
         if changed is None:
-            raise HeadPruneError(
-                f"{path} is damaged, or was edited: it no longer says what headprune wrote.",
-                f'Make it again, or copy it again. If the edit is meant, delete its line "{CHECKSUM}".',
-            )
+            message = f"{path} is damaged, or was edited: it no longer says what headprune wrote."
+            hint = f'Make it again, or copy it again. If the edit is meant, delete its line "{CHECKSUM}".'
+            raise HeadPruneError(message, hint)
         changed()
     return data
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer, HeadFeatures, check_heads
+from headprune.attention import AttentionLayer, HeadFeatures, Layers, check_heads
 from headprune.errors import HeadPruneError
 from headprune.running import exact_attention, uncompiled
 
@@ -29,10 +29,7 @@ class RowsError(HeadPruneError):
 
 @contextmanager
 def gated(
-    model: nn.Module,
-    layers: Sequence[AttentionLayer],
-    gates: Mapping[str, Tensor],
-    fill: Mapping[str, Fill] | None = None,
+    model: nn.Module, layers: Layers, gates: Mapping[str, Tensor], fill: Mapping[str, Fill] | None = None
 ) -> Iterator[None]:
     """Multiply heads' outputs by gates while the context lasts. No hook is left behind.
 
@@ -60,7 +57,7 @@ def gated(
 
 
 @contextmanager
-def mask(model: nn.Module, heads: Mapping[str, Sequence[int]], *, layers: Sequence[AttentionLayer]) -> Iterator[None]:
+def mask(model: nn.Module, heads: Mapping[str, Sequence[int]], *, layers: Layers) -> Iterator[None]:
     """Gates of 0 for ``{layer_name: [head, ...]}`` while the context lasts. `headprune.mask` traces the model first.
 
     Raises:
@@ -70,7 +67,7 @@ def mask(model: nn.Module, heads: Mapping[str, Sequence[int]], *, layers: Sequen
         yield
 
 
-def zero_gates(heads: Mapping[str, Sequence[int]], layers: Sequence[AttentionLayer]) -> dict[str, Tensor]:
+def zero_gates(heads: Mapping[str, Sequence[int]], layers: Layers) -> dict[str, Tensor]:
     """Gates ``[num_heads]`` that are 0 at the listed heads and 1 elsewhere."""
     counts = {layer.name: layer.num_heads for layer in layers}
     return {

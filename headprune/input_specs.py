@@ -48,9 +48,8 @@ def record(model: nn.Module, example: Any) -> None:
     """Keep on a model the spec of its inputs: that of an example's first rows and tokens, and that of the whole example."""
     specs, special = [], _special_ids(model)
     for smaller in (True, False):
-        with suppress(
-            _NoSpecError, RuntimeError, NotImplementedError, TypeError
-        ):  # nested or sparse tensors, for instance
+        # The last three of nested or sparse tensors, for instance.
+        with suppress(_NoSpecError, RuntimeError, NotImplementedError, TypeError):
             given = first_tokens(first_rows(example, ROWS), TOKENS) if smaller else example
             specs.append(_spec_of(given, "", special))
     record_specs(model, specs)
@@ -64,8 +63,7 @@ def record_specs(model: nn.Module, specs: list[Spec]) -> None:
 
 def recorded(model: nn.Module) -> list[Spec]:
     """The specs that are kept on a model, the smallest first."""
-    specs: list[Spec] = vars(home(model)[0]).get(_SPECS, [])
-    return specs
+    return list(vars(home(model)[0]).get(_SPECS, ()))
 
 
 def of_config(

@@ -14,8 +14,7 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.offload import execution_device, renewed
 
 LABELS = ("labels", "start_positions", "end_positions")
-KNOWN, DRAWN = "headprune_dense", "headprune_drawn"  # keys that `headprune.divergence` adds to a batch
-ADDED = (KNOWN, DRAWN)
+ADDED = ("headprune_dense", "headprune_drawn")  # keys that `headprune.divergence` adds to a batch
 
 Example = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
 
@@ -31,10 +30,8 @@ def call(model: nn.Module, example: Example, **extra: Any) -> Any:
 
 def does_not_run(error: Exception, name: str = "The model") -> HeadPruneError:
     """The error for an example that a model refuses."""
-    return HeadPruneError(
-        f"{name} does not run on the example: {type(error).__name__}: {first_line(error)}.",
-        "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.",
-    )
+    message = f"{name} does not run on the example: {type(error).__name__}: {first_line(error)}."
+    return HeadPruneError(message, "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.")
 
 
 def takes(model: nn.Module, name: str) -> bool:
@@ -173,10 +170,9 @@ def check_model(model: nn.Module) -> None:
         HeadPruneError: It is none.
     """
     if not isinstance(model, nn.Module):
-        raise HeadPruneError(
-            f"The model is a {type(model).__name__}, not a torch.nn.Module.",
-            "Pass what transformers' from_pretrained or headprune.load gives; of a pipeline, pipeline.model.",
-        )
+        message = f"The model is a {type(model).__name__}, not a torch.nn.Module."
+        hint = "Pass what transformers' from_pretrained or headprune.load gives; of a pipeline, pipeline.model."
+        raise HeadPruneError(message, hint)
 
 
 def check_weights(model: nn.Module) -> None:
@@ -189,10 +185,9 @@ def check_weights(model: nn.Module) -> None:
     renewed(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_inference():
-            raise HeadPruneError(
-                f"{name} was made in torch.inference_mode(), and what was cannot be differentiated.",
-                "Make or load the model outside of it, or pass copy.deepcopy(model), made outside of it.",
-            )
+            message = f"{name} was made in torch.inference_mode(), and what was cannot be differentiated."
+            hint = "Make or load the model outside of it, or pass copy.deepcopy(model), made outside of it."
+            raise HeadPruneError(message, hint)
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -112,15 +112,13 @@ class ExampleLoss:
         """
         labelled = [any(name in batch for name in LABELS) for batch in batches]
         if any(labelled) and not all(labelled) and not self.distils:
-            raise HeadPruneError(
-                f"Batch {labelled.index(False)} has no labels, but others have.", "Label all, or none."
-            )
+            message = f"Batch {labelled.index(False)} has no labels, but others have."
+            raise HeadPruneError(message, "Label all, or none.")
         unread = _unread(self.model, batches)
         if unread and not any(labelled) and not self.distils:
-            raise HeadPruneError(
-                f'The batches have no "labels", and {type(self.model).__name__} takes no {unread}.',
-                'Rename the key to "labels" if it holds them, else leave it out; distil=True needs no labels.',
-            )
+            message = f'The batches have no "labels", and {type(self.model).__name__} takes no {unread}.'
+            hint = 'Rename the key to "labels" if it holds them, else leave it out; distil=True needs no labels.'
+            raise HeadPruneError(message, hint)
         if unread:
             warnings.warn(f"headprune: {type(self.model).__name__} takes no {unread}, so it is not read.", stacklevel=3)
         self.distils |= not any(labelled)
@@ -188,10 +186,8 @@ class ExampleLoss:
 
 def _not_each(loss: Any, size: int) -> HeadPruneError:
     shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-    return HeadPruneError(
-        f"loss_fn returned {shape} for {size} examples, not one loss per example.",
-        'Use reduction="none" and average over everything but the batch.',
-    )
+    message = f"loss_fn returned {shape} for {size} examples, not one loss per example."
+    return HeadPruneError(message, 'Use reduction="none" and average over everything but the batch.')
 
 
 def _without_none(model: nn.Module, batch: Any) -> dict[str, Any]:

@@ -144,10 +144,9 @@ class Ranks:
             raise failures[0].error
         if self._over:
             odd = next(rank for rank, reply in enumerate(replies) if reply[0] != replies[0][0])
-            raise HeadPruneError(
-                f"The ranks are out of step: rank 0 is at “{replies[0][0]}”, rank {odd} at “{replies[odd][0]}”.",
-                "Every process must make the same calls with the same arguments; if it does, please report this.",
-            )
+            message = f"The ranks are out of step: rank 0 is at “{replies[0][0]}”, rank {odd} at “{replies[odd][0]}”."
+            hint = "Every process must make the same calls with the same arguments; if it does, please report this."
+            raise HeadPruneError(message, hint)
         return [each for _, each in replies]
 
     def add(self, name: str, tensors: Sequence[Tensor]) -> None:
@@ -258,9 +257,8 @@ class _Failure:
 
     def __reduce__(self) -> Any:
         error = self.error
-        with suppress(
-            Exception
-        ):  # a class that others do not know, or that makes its errors in another way, as pydantic's
+        # It may be of a class that others do not know, or that makes its errors in another way, as pydantic's.
+        with suppress(Exception):
             if str(pickle.loads(pickle.dumps(error))) == str(error):
                 return _Failure, (error, self.task)
         if isinstance(error, HeadPruneError):
@@ -327,10 +325,9 @@ def accelerator_ranks(accelerator: Accelerator | None) -> Iterator[Ranks]:
         return
     size = getattr(accelerator, "num_processes", 0)
     if size < 1 or (size > 1 and not dist.is_initialized()):
-        raise HeadPruneError(
-            f"accelerator= is a {type(accelerator).__name__} without processes that torch.distributed can reach.",
-            "Pass an accelerate.Accelerator in a program that torchrun or accelerate launch started, or nothing.",
-        )
+        message = f"accelerator= is a {type(accelerator).__name__} without processes that torch.distributed can reach."
+        hint = "Pass an accelerate.Accelerator in a program that torchrun or accelerate launch started, or nothing."
+        raise HeadPruneError(message, hint)
     if size == 1:
         yield ALONE
         return
@@ -366,10 +363,8 @@ def launcher_ranks() -> Iterator[Ranks]:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=_PATIENCE)
         ranks = Ranks(rank, size)
     except (RuntimeError, ValueError) as error:
-        raise HeadPruneError(
-            f"The {size} processes do not find each other: {first_line(error)}.",
-            "Check MASTER_ADDR and MASTER_PORT, or start by torchrun.",
-        ) from error
+        message = f"The {size} processes do not find each other: {first_line(error)}."
+        raise HeadPruneError(message, "Check MASTER_ADDR and MASTER_PORT, or start by torchrun.") from error
     with ranks.run_together():
         yield ranks
     # A thread of gloo's that still runs when the interpreter ends may release the tensors of the last message then, which needs the
@@ -388,8 +383,7 @@ def place() -> tuple[int, int, int] | None:
     if launcher.world_size < 2:
         return None
     if not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
-        raise HeadPruneError(
-            f"There are {launcher.world_size} processes, as WORLD_SIZE or MPI says, but MASTER_ADDR or MASTER_PORT is missing.",
-            f"Start by torchrun --nproc-per-node {launcher.world_size} -m headprune …, or unset WORLD_SIZE.",
-        )
+        message = f"There are {launcher.world_size} processes, as WORLD_SIZE or MPI says, but MASTER_ADDR or MASTER_PORT is missing."
+        hint = f"Start by torchrun --nproc-per-node {launcher.world_size} -m headprune …, or unset WORLD_SIZE."
+        raise HeadPruneError(message, hint)
     return launcher.rank, launcher.world_size, launcher.local_rank

@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import nn
 
 from headprune.amounts import flops
-from headprune.attention import AttentionLayer
+from headprune.attention import Layers
 from headprune.budgets import Budget, Fit
 from headprune.budgets.subject import Subject
 from headprune.checkpoint import StockCounts
@@ -74,7 +74,7 @@ def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> Sources:
     return {options.strategy: (options.strategy, None)}
 
 
-def constraints_of(options: SearchOptions, layers: Sequence[AttentionLayer]) -> Constraints:
+def constraints_of(options: SearchOptions, layers: Layers) -> Constraints:
     """What must stay of a model's maskable layers.
 
     Raises:
@@ -139,9 +139,8 @@ def find_plans(
         return SearchResult(next(iter(fits.values())), orders, work, judged_by=judged_by)
     # One order serves all budgets, so that their plans are nested.
     used = max(fits, key=lambda name: _merit(fits[name], trials))
-    compared = tuple(
-        ComparedOrder(name, name == used, tuple(trials.judge(fit.plan) for fit in own)) for name, own in fits.items()
-    )
+    judged = {name: tuple(trials.judge(fit.plan) for fit in own) for name, own in fits.items()}
+    compared = tuple(ComparedOrder(name, name == used, plans) for name, plans in judged.items())
     return SearchResult(fits[used], orders, work, compared, judged_by)
 
 
@@ -187,7 +186,7 @@ def passes_of(options: SearchOptions, scores: Sequence[HeadScores], trials: Tria
     return sum(passes) - max(0, len(passes) - 1) * trials.calibration.cost if passes else 0.0
 
 
-def has_groups(layers: Sequence[AttentionLayer]) -> bool:
+def has_groups(layers: Layers) -> bool:
     """Whether heads share key/value heads, so that they may go by groups or by slices."""
     return any(layer.groups and layer.prunable for layer in layers)
 
@@ -295,7 +294,7 @@ def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
     return Subject(trials.model, trials.layers, example, inputs, biases, trials.change_at)
 
 
-def may_add_biases(strategy: str, model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
+def may_add_biases(strategy: str, model: nn.Module, layers: Layers) -> bool:
     """Whether repair may add biases: not to plans that the stock class can represent without them, and not with them."""
     counts = StockCounts.of(model, layers) if strategy == "uniform" else None
     return counts is None or counts.has_place_for_biases()

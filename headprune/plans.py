@@ -67,19 +67,15 @@ class PruningPlan:
             return
         note: RepairNote | None = model.__dict__.get(_REPAIRED)
         if note is None or self.model not in note.dense or note.now != fingerprint(model):
-            raise HeadPruneError(
-                f"This plan is for another model (fingerprint {self.model}, this one is {identity(model)}).",
-                "Score this model, or prune with a plain dict of heads.",
-            )
+            message = f"This plan is for another model (fingerprint {self.model}, this one is {identity(model)})."
+            raise HeadPruneError(message, "Score this model, or prune with a plain dict of heads.")
         if repaired_for is None:
-            raise HeadPruneError(
-                "This plan is for the model as it was before it was repaired.", "Repair a copy of the dense model."
-            )
+            message = "This plan is for the model as it was before it was repaired."
+            raise HeadPruneError(message, "Repair a copy of the dense model.")
         if repaired_for != note.drop:
-            raise HeadPruneError(
-                "The model was repaired for other heads than this plan's, so its weights do not suit it.",
-                "Prune by the plan that it was repaired for, or repair a copy of the dense model for this one.",
-            )
+            message = "The model was repaired for other heads than this plan's, so its weights do not suit it."
+            hint = "Prune by the plan that it was repaired for, or repair a copy of the dense model for this one."
+            raise HeadPruneError(message, hint)
 
     def on(self, layers: Sequence[AttentionLayer]) -> PruningPlan:
         """This plan for the layers of a model: heads counted again, layers by their full names and in their order.
@@ -113,9 +109,8 @@ class PruningPlan:
         plan = documents.from_json(cls, {key: value for key, value in data.items() if key in known})
         for name, heads in plan.drop.items():  # before a model is loaded
             if wrong := [head for head in heads if head < 0 or heads.count(head) > 1]:
-                raise ValueError(
-                    f"Layer {name}{f': head {wrong[0]} is listed twice' if wrong[0] >= 0 else f' has no head {wrong[0]}'}"
-                )
+                what = f": head {wrong[0]} is listed twice" if wrong[0] >= 0 else f" has no head {wrong[0]}"
+                raise ValueError(f"Layer {name}{what}")
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -134,9 +129,8 @@ class PruningPlan:
         try:
             plan = cls.from_json(data)
         except ValueError as error:
-            raise HeadPruneError(
-                f"{path} is a damaged plan ({error}).", "Heads are whole numbers, such as [0, 3]; or plan again."
-            ) from None
+            message = f"{path} is a damaged plan ({error})."
+            raise HeadPruneError(message, "Heads are whole numbers, such as [0, 3]; or plan again.") from None
         return replace(plan, notes=(*plan.notes, *remarks))
 
 
@@ -185,9 +179,8 @@ def keep_of(keep: Keep) -> int | float:
         number = math.nan
     share = percent or ("." in text and number <= 1)  # "1" is a count
     if math.isnan(number) or not (share or number.is_integer()):
-        raise HeadPruneError(
-            f"keep {keep} is not a number of heads.", "Give a count (36), a percentage (50%) or a share (0.5)."
-        )
+        message = f"keep {keep} is not a number of heads."
+        raise HeadPruneError(message, "Give a count (36), a percentage (50%) or a share (0.5).")
     if number <= 0:
         raise HeadPruneError(f"keep {keep} leaves no head.", "Keep at least 1.")
     return number if share else int(number)
@@ -208,7 +201,6 @@ def heads_to_keep(keep: Keep, total: int) -> int:
     if count < 1:
         raise HeadPruneError(f"keep {keep} leaves no head.", f"Keep at least 1 of the {total}.")
     if count > total:
-        raise HeadPruneError(
-            f"keep {keep} is more than all {total} heads.", f"Keep fewer, for instance {max(total // 2, 1)}."
-        )
+        message = f"keep {keep} is more than all {total} heads."
+        raise HeadPruneError(message, f"Keep fewer, for instance {max(total // 2, 1)}.")
     return count

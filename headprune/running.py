@@ -256,12 +256,8 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     blocks: dict[str, nn.Module] = {}
     named = dict(model.named_modules())
     marked = [n for n, m in named.items() if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)]
-    listed = [
-        f"{name}.{child}" if name else child
-        for name, module in named.items()
-        if isinstance(module, nn.ModuleList)
-        for child, _ in module.named_children()
-    ]
+    lists = [(f"{name}." if name else "", m) for name, m in named.items() if isinstance(m, nn.ModuleList)]
+    listed = [f"{prefix}{child}" for prefix, module in lists for child, _ in module.named_children()]
     for name in marked or listed:
         if not any(name.startswith(f"{outer}.") for outer in blocks):
             blocks[name] = named[name]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from headprune.arguments import given_to_choose, layers_for, listed, together
-from headprune.attention import AttentionLayer
-from headprune.batches import is_empty
+from headprune.attention import AttentionLayer, Layers
+from headprune.batches import nonempty
 from headprune.budgets import Budget, budget_of
 from headprune.budgets.subject import Subject
 from headprune.errors import HeadPruneError
@@ -95,7 +95,7 @@ def search(
         HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, or no examples.
     """
     check_weights(model)
-    given = _examples(batches)
+    given = nonempty(listed(batches), "search with")
     layers = layers_for(model, layers, batches=given)
     wanted = budgets_of(keep, budgets, maskable_of(model, layers))
     protect = protect if isinstance(protect, str) else ",".join(protect)
@@ -105,17 +105,9 @@ def search(
     return [fit.plan for fit in result.fits]
 
 
-def _examples(batches: Iterable[Any]) -> list[Any]:
-    """The batches that hold examples, as a list."""
-    given = [batch for batch in listed(batches) if not is_empty(batch)]
-    if not given:
-        raise HeadPruneError("There are no examples to search with.", "Give batches of at least one example.")
-    return given
-
-
 def _search(
     model: nn.Module,
-    layers: Sequence[AttentionLayer],
+    layers: Layers,
     batches: list[Any],
     choose: Iterable[Any] | None,
     options: SearchOptions,
@@ -133,8 +125,8 @@ def _search(
         raise HeadPruneError(f"The strategy {options.strategy} needs scores.", "Pass scores= from headprune.score.")
     by_metric = any(budget.by_metric for budget in options.budgets)
     compares = by_metric or options.strategy == AUTO or has_groups(layers) or len(known or methods) > 1
-    fitted_to, others = usable(split_batches(batches, choose, compares))
-    inputs = without_labels(model, inputs_of(model, fitted_to[0]))
+    fitted, others = usable(split_batches(batches, choose, compares))
+    inputs = without_labels(model, inputs_of(model, fitted[0]))
     metric = _metric(model, others, loss_fn) if by_metric else "loss"
     for budget in options.budgets:
         if budget.kind != "keep":  # to keep all heads is a plan, too
@@ -142,11 +134,9 @@ def _search(
     settings: dict[str, Any] = {"loss_fn": loss_fn, "distil": distil, "layers": layers, "seed": options.seed}
     for method in methods:
         with console.track(f"scoring by {method}") as report:
-            known.append(score(model, fitted_to, method, progress=report, **settings))
+            known.append(score(model, fitted, method, progress=report, **settings))
     biases = may_add_biases(options.strategy, model, layers)
-    trials = Trials(
-        model, layers, fitted_to, others, repair=options.repair, biases=biases, metric=metric, loss_fn=loss_fn
-    )
+    trials = Trials(model, layers, fitted, others, repair=options.repair, biases=biases, metric=metric, loss_fn=loss_fn)
     subject = subject_of(trials, inputs, inputs)
     return find_plans(options, candidates(known), trials, lambda budget: subject, console)
 
@@ -159,7 +149,7 @@ def methods_for(strategy: str) -> tuple[str, ...]:
 
 
 def budgets_of(
-    keep: Keep | Sequence[Keep], others: str | Budget | Sequence[str | Budget], layers: Sequence[AttentionLayer]
+    keep: Keep | Sequence[Keep], others: str | Budget | Sequence[str | Budget], layers: Layers
 ) -> tuple[Budget, ...]:
     """A budget for every number of heads, and the others; what no model of these layers can keep is refused."""
     keeps = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else keep
@@ -168,10 +158,8 @@ def budgets_of(
         wanted.append(budget_of(other) if isinstance(other, str) else other)
         wanted[-1].check()
     if not wanted:
-        raise HeadPruneError(
-            "keep= names no number of heads, and budgets= nothing else.",
-            'Pass keep=36, keep="50%" or keep=[36, "25%"], or budgets="flops 80%".',
-        )
+        message = "keep= names no number of heads, and budgets= nothing else."
+        raise HeadPruneError(message, 'Pass keep=36, keep="50%" or keep=[36, "25%"], or budgets="flops 80%".')
     for budget in wanted:
         budget.heads(sum(layer.num_heads for layer in layers))
     return tuple(wanted)
@@ -180,18 +168,14 @@ def budgets_of(
 def _metric(model: nn.Module, chooses: Sequence[Any], loss_fn: LossFn | None) -> str:
     """What a budget of lost accuracy is about: as `headprune.compare` chooses it, but never the loss."""
     if not chooses:
-        raise HeadPruneError(
-            "What is lost is measured on other examples than heads are chosen by, and one batch was given.",
-            "Pass choose=[batch, …] with other examples.",
-        )
+        message = "What is lost is measured on other examples than heads are chosen by, and one batch was given."
+        raise HeadPruneError(message, "Pass choose=[batch, …] with other examples.")
     known = measurable(model, chooses) if loss_fn is None else ()
     for metric in ("accuracy", "perplexity"):
         if metric in known:
             return metric
-    raise HeadPruneError(
-        "The budget of lost accuracy needs an accuracy or a perplexity, and these examples give neither.",
-        "Give dicts with labels and no loss_fn, or a budget of another kind.",
-    )
+    message = "The budget of lost accuracy needs an accuracy or a perplexity, and these examples give neither."
+    raise HeadPruneError(message, "Give dicts with labels and no loss_fn, or a budget of another kind.")
 
 
 def split_batches(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:

@@ -89,9 +89,8 @@ class Store:
             parts = "1 finished part" if count == 1 else f"{count} finished parts"
             self._say(f"{name}: continuing with {parts} of an interrupted run (--no-resume starts anew).")
         elif any(path != own for path in self.folder.glob(f"{name}-*")):
-            self._say(
-                f"{name}: unfinished work in {self.folder} is not used, as the model, data, seed, options or versions have changed."
-            )
+            why = "the model, data, seed, options or versions have changed"
+            self._say(f"{name}: unfinished work in {self.folder} is not used, as {why}.")
         return Store(own, self._say)
 
     def get(self, name: str, make: Callable[[], T]) -> T:

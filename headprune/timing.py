@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from headprune import latency
 from headprune.arguments import Plan, heads_of, layers_for
-from headprune.attention import AttentionLayer, check_heads, is_inside
+from headprune.attention import AttentionLayer, Layers, check_heads, is_inside
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example, call, model_device, move, without_labels
 from headprune.pruned import convert
@@ -127,10 +127,8 @@ def breakdown(
     """
     device = model_device(model)
     if device.type not in ("cpu", "cuda"):
-        raise HeadPruneError(
-            f"What a forward pass spends its time on is not known on {device}.",
-            "Move the model to the CPU or a CUDA device.",
-        )
+        message = f"What a forward pass spends its time on is not known on {device}."
+        raise HeadPruneError(message, "Move the model to the CPU or a CUDA device.")
     layers = layers_for(model, layers, example)
     given = move(without_labels(model, example), device)
     least = latency.MIN_SECONDS if min_seconds is None else min_seconds
@@ -146,14 +144,13 @@ def breakdown(
 
 
 def breakdown_of(
-    model: nn.Module, layers: Sequence[AttentionLayer], shape: tuple[int, int], passes: Sequence[ProfiledPass], wall: float,
+    model: nn.Module, layers: Layers, shape: tuple[int, int], passes: Sequence[ProfiledPass], wall: float,
     stand_ins: bool,
 ) -> Breakdown:  # fmt: skip
     """The parts, from profiled passes and the milliseconds of a pass without the profiler."""
     # By module: what interrupts a pass now and then, such as another process, is in few modules' time.
-    busy, idle = (
-        {name: median(getattr(p, what)[name] for p in passes) for name in passes[0].busy} for what in ("busy", "idle")
-    )
+    every = [p.busy for p in passes], [p.idle for p in passes]
+    busy, idle = ({name: median(times[name] for times in each) for name in passes[0].busy} for each in every)
     if model_device(model).type == "cuda":  # kernels are not slowed by the profiler; what launches them is
         waiting = max(0.0, wall - sum(busy.values()))  # where kernels run at the same time, none
         scale = waiting / (sum(idle.values()) or 1.0)
@@ -174,9 +171,7 @@ def breakdown_of(
     return Breakdown(*shape, wall, parts, costs, tuple(layers), stand_ins)
 
 
-def _cost(
-    model: nn.Module, layers: Sequence[AttentionLayer], part: str, name: str, time: float, launch: float
-) -> ModuleCost:
+def _cost(model: nn.Module, layers: Layers, part: str, name: str, time: float, launch: float) -> ModuleCost:
     """The cost of one projection or attention module, with the heads that use it."""
     inside = [layer for layer in layers if layer.module == name]
     if part == ATTENTION:
@@ -198,9 +193,8 @@ def _cost(
     module = model.get_submodule(name)
     known = (size for attribute in sizes if isinstance(size := getattr(module, attribute, None), int))
     width = next(known, 0) or len(features) or 1  # with the features of no head
-    return ModuleCost(
-        time, launch, width, tuple(map(frozenset, features.values())), frozenset(own or (a.name for a in inside))
-    )
+    users = tuple(map(frozenset, features.values()))
+    return ModuleCost(time, launch, width, users, frozenset(own or (a.name for a in inside)))
 
 
 # -- one pass under PyTorch's profiler -----------------------------------------------------------------
@@ -300,7 +294,7 @@ class ModulePlaces:
             what comes behind an output projection in a module that does more than attention.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[AttentionLayer], started: Mapping[str, float]) -> None:
+    def __init__(self, model: nn.Module, layers: Layers, started: Mapping[str, float]) -> None:
         self._modules, self._started = dict(model.named_modules()), started
         self._attention = list(dict.fromkeys(layer.module for layer in layers))
         outputs = {a.module: a.output_projection.module for a in layers if a.output_projection and not a.concatenates}

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.divergence import Fidelity
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate
@@ -52,7 +52,7 @@ class Trials:
     """
 
     model: nn.Module
-    layers: Sequence[AttentionLayer]
+    layers: Layers
     batches: Sequence[Any]
     choose: Sequence[Any]
     repair: bool = True
@@ -144,10 +144,8 @@ class Trials:
             HeadPruneError: There are none.
         """
         if not self.choose:
-            raise HeadPruneError(
-                "There are no examples to choose between plans by: one batch was given, and no others.",
-                "Pass choose=[batch, …] with other examples.",
-            )
+            message = "There are no examples to choose between plans by: one batch was given, and no others."
+            raise HeadPruneError(message, "Pass choose=[batch, …] with other examples.")
 
     def merit(self, plan: PruningPlan) -> float:
         """How good a plan is; higher is better.

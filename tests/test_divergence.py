@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune import divergence
-from headprune.divergence import Divergence, Fidelity
-from headprune.inputs import DRAWN
+from headprune.divergence import DRAWN, Divergence, Fidelity
 from tests.support import brute
 from tests.support.plain import WIDTH, Attention, model_of
 from tests.support.problems import small

@@ -131,10 +131,8 @@ class Budget(ABC):
             HeadPruneError: There would be nothing to prune.
         """
         if self.relative and self.amount >= 1:
-            raise HeadPruneError(
-                f"{self.flag} {self.text} is met by the dense model, so there is nothing to prune.",
-                f"Ask for less, for instance {self.flag} 80%.",
-            )
+            message = f"{self.flag} {self.text} is met by the dense model, so there is nothing to prune."
+            raise HeadPruneError(message, f"Ask for less, for instance {self.flag} 80%.")
 
     def check_dense(self, subject: Subject) -> None:  # noqa: B027  # a budget that no dense model holds
         """Refuse, before the long work, what this dense model holds.
@@ -171,9 +169,8 @@ class Budget(ABC):
             where: What it was measured on, where that is more than a copy of the model.
         """
         of = f" {_SHARE} {self.limits}" if self.relative else ""
-        interval = (
-            f" (95 %: {self.show(reading.low)} to {self.show(reading.high)})" if reading.low < reading.high else ""
-        )
+        low, high = self.show(reading.low), self.show(reading.high)
+        interval = f" (95 %: {low} to {high})" if reading.low < reading.high else ""
         return f"at most {self.show(self.amount)}{of}; with {kept} heads it is {self.show(reading.value)}{interval}{where}."
 
     @property
@@ -203,10 +200,8 @@ class Limit(Budget):
 
         dense = self.cost(subject)(PruningPlan({}), False)
         if dense.high <= self.amount:
-            raise HeadPruneError(
-                f"{self.flag} {self.text} is met by the dense model ({self.show(dense.high)}), so there is nothing to prune.",
-                f"Ask for less, for instance {self.at_least(dense.value / 2)}.",
-            )
+            message = f"{self.flag} {self.text} is met by the dense model ({self.show(dense.high)}), so there is nothing to prune."
+            raise HeadPruneError(message, f"Ask for less, for instance {self.at_least(dense.value / 2)}.")
 
     def fit(self, order: Order, subject: Subject) -> Fit:
         """The plan with the most heads that holds this budget.

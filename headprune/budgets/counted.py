@@ -13,7 +13,7 @@ from headprune.errors import HeadPruneError
 if TYPE_CHECKING:
     from torch import nn
 
-    from headprune.attention import AttentionLayer
+    from headprune.attention import Layers
     from headprune.budgets.subject import Subject
     from headprune.inputs import Example
     from headprune.planning import Order
@@ -48,17 +48,14 @@ class Keep(Budget):
 
         share = keep_of(self.text)
         if isinstance(share, float) and share >= 1:
-            raise HeadPruneError(
-                f"keep {self.text} keeps all heads, so there is nothing to prune.", "Ask for less, for instance 50%."
-            )
+            message = f"keep {self.text} keeps all heads, so there is nothing to prune."
+            raise HeadPruneError(message, "Ask for less, for instance 50%.")
 
     def check_dense(self, subject: Subject) -> None:
         total = sum(layer.num_heads for layer in subject.layers if layer.maskable)
         if self.heads(total) == total:
-            raise HeadPruneError(
-                f"keep {self.text} keeps all {total} heads, so there is nothing to prune.",
-                f"Keep fewer, for instance {max(total // 2, 1)}.",
-            )
+            message = f"keep {self.text} keeps all {total} heads, so there is nothing to prune."
+            raise HeadPruneError(message, f"Keep fewer, for instance {max(total // 2, 1)}.")
 
     def fit(self, order: Order, subject: Subject) -> Fit:
         return Fit(replace(order.some(self.heads(order.total)), budget=str(self)), self)
@@ -131,10 +128,8 @@ class KeyValueCache(Limit):
         size = next(subject.model.parameters()).element_size()
         expected = kv_cache_bytes(subject.layers, {}, size)
         if not dense or not expected:
-            raise HeadPruneError(
-                f"{type(subject.model).__name__} has no key/value cache.",
-                "Give a budget of another kind: only decoders have one.",
-            )
+            message = f"{type(subject.model).__name__} has no key/value cache."
+            raise HeadPruneError(message, "Give a budget of another kind: only decoders have one.")
         if dense != expected:
             raise HeadPruneError(
                 f"The cache of {type(subject.model).__name__} holds {dense:,g} bytes per token, where its key/value heads "
@@ -151,7 +146,7 @@ class KeyValueCache(Limit):
         return held
 
 
-def kv_cache_bytes(layers: Sequence[AttentionLayer], drop: Mapping[str, Sequence[int]], size: int) -> int:
+def kv_cache_bytes(layers: Layers, drop: Mapping[str, Sequence[int]], size: int) -> int:
     """Bytes per token in the key/value cache of a decoder's self-attention, once heads are gone.
 
     A key/value head stays as long as a query head of its group does. A layer without heads keeps one of them, where

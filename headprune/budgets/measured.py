@@ -43,12 +43,10 @@ class LatencyLimit(Limit):
                 return Reading.exact(1.0)
             # The search may err: the plan that it chooses is timed again, for as long as what is reported.
             runs = latency.MIN_RUNS // (1 if measured else 2)
-            seconds = latency.MIN_SECONDS / (1 if measured else 4)
+            least = latency.MIN_SECONDS / (1 if measured else 4)
             models = {"dense": subject.model, "pruned": subject.pruned(plan)}
             # Of several ranks one times, while the others wait.
-            (row,) = current().first(
-                "timing", lambda: latency.bench(models, inputs, min_runs=runs, min_seconds=seconds)
-            )
+            (row,) = current().first("timing", lambda: latency.bench(models, inputs, min_runs=runs, min_seconds=least))
             if self.relative:
                 speedup = row.speedups["pruned"]
                 return Reading(1 / speedup.ratio, 1 / speedup.high, 1 / speedup.low)
@@ -79,10 +77,8 @@ class Drop(Budget):
     def check(self) -> None:
         if self.amount >= 1:
             percent = f"; did you mean {self.text}%?" if self.amount < 100 and not self.text.endswith("%") else ""
-            raise HeadPruneError(
-                f"{self.flag} {self.text} allows to lose all accuracy, or to double the perplexity, so it asks for nothing.",
-                f"Write a share of 1, or a percentage: 0.01 or 1% is one point{percent}.",
-            )
+            message = f"{self.flag} {self.text} allows to lose all accuracy, or to double the perplexity, so it asks for nothing."
+            raise HeadPruneError(message, f"Write a share of 1, or a percentage: 0.01 or 1% is one point{percent}.")
 
     def fit(self, order: Order, subject: Subject) -> Fit:
         """The fewest heads such that the loss is no more than this budget, with 95 % confidence.

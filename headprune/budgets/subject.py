@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from headprune.attention import AttentionLayer
+from headprune.attention import Layers
 from headprune.evaluation import Change
 from headprune.inputs import Example
 from headprune.offload import add_stored_biases, copied
@@ -29,7 +29,7 @@ class Subject:
     """
 
     model: nn.Module
-    layers: Sequence[AttentionLayer]
+    layers: Layers
     example: Example
     inputs: Example
     biases: Sequence[str] = ()

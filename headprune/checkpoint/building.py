@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.checkpoint.probe import config_edits, difference, module_outputs, read_config, run
-from headprune.checkpoint.remote_code import own_class
+from headprune.checkpoint.probe import config_edits, difference, module_outputs, run
+from headprune.checkpoint.remote_code import own_class, read_config
 from headprune.checkpoint.stock_config import NotStockError, StockConfig, configs_in, stock_configs
 from headprune.errors import HeadPruneError, first_line
 from headprune.input_specs import build, of_config, record_specs, recorded, with_own_dtype

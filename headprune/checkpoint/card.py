@@ -186,9 +186,7 @@ def _write(
     layers = _layers(sidecar.get("heads", {}), sidecar["removed"])
     # A repair may add biases before any head is gone.
     entries, added = structure.get("modules", {}).items(), structure.get("biases", ())
-    repaired = all(
-        name in added and [*entry] == ["tensors"] and [*entry["tensors"]] == ["bias"] for name, entry in entries
-    )
+    repaired = all(n in added and [*entry] == ["tensors"] and [*entry["tensors"]] == ["bias"] for n, entry in entries)
     pruned = bool(layers) or not repaired
     tags = ["headprune", *["pruning"] * pruned, *["custom_code"] * call.remote]
     others = [str(tag) for tag in _listed(kept.get("tags")) if tag not in ("headprune", "pruning", "custom_code")]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from headprune.checkpoint import probe
 from headprune.checkpoint.building import skeleton
-from headprune.checkpoint.remote_code import SIDECAR
+from headprune.checkpoint.remote_code import SIDECAR, read_config
 from headprune.checkpoint.saving import file_digests, install_save_methods
 from headprune.errors import HeadPruneError, first_line
 from headprune.files import read_json, recover_folder
@@ -108,7 +108,7 @@ def _check_saved_here(path: Path) -> None:
     """Refuse a folder that `save` did not write; the hint says which call loads it."""
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
-    if not is_checkpoint(path) and (config := probe.read_config(path)):
+    if not is_checkpoint(path) and (config := read_config(path)):
         name = next(iter(config.get("architectures") or ()), "AutoModel")
         code = ", trust_remote_code=True" if "headprune" in config else ""
         message = f"{path} was saved by transformers, not by headprune.save, so it holds nothing to prove a load by."
@@ -159,12 +159,6 @@ def _check_files(path: Path, sidecar: Mapping[str, Any], as_saved: bool) -> None
         warnings.warn(f"headprune: {path}: {text}", stacklevel=3)
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights: one, or shards. No index is read, since it could name files elsewhere."""
-    whole = [path / name for name in _WEIGHTS if (path / name).exists()]
-    return whole or sorted(path.glob("model-?????-of-?????.safetensors")) or [path / _WEIGHTS[0]]
-
-
 # -- its weights ----------------------------------------------------------------------------------
 
 
@@ -189,7 +183,10 @@ def _fill_as_saved(
                 add_biases(model, biases)
         with_numbers(model)
         places = {"": "cpu"} if device_map is None else _places(model, device_map, max_memory)
-        on_disk = _fill(model, _weight_files(path), places)
+        # One file, or shards. No index is read, since it could name files elsewhere.
+        whole = [path / name for name in _WEIGHTS if (path / name).exists()]
+        files = whole or sorted(path.glob("model-?????-of-?????.safetensors")) or [path / _WEIGHTS[0]]
+        on_disk = _fill(model, files, places)
     except HeadPruneError:
         raise
     except Exception as error:

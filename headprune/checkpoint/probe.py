@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headprune.checkpoint.remote_code import read_config
 from headprune.errors import HeadPruneError, first_line
 from headprune.files import digest
 from headprune.fingerprint import tensor_bytes
@@ -191,15 +192,6 @@ def config_edits(folder: Path) -> str:
     with suppress(Exception):
         edits = _edits(_read(folder)[0]["config"], read_config(folder))
     return f" ({'; '.join(edits[:3])})" if edits else ""
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json; empty if there is none, or if it cannot be read."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 @contextmanager

@@ -57,11 +57,10 @@ def load_call(folder: str | Path) -> LoadCall:
 
     path = Path(folder)
     why = str(read_json(path / SIDECAR, "checkpoint").get("why_not_stock", ""))
+    config = read_config(path)
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        name = str(config["architectures"][0])
-        maps = dict(config.get("auto_map", {}))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        name, maps = str(config["architectures"][0]), dict(config.get("auto_map", {}))
+    except (ValueError, LookupError, TypeError):
         return LoadCall("")
     if "headprune" in config:
         own = f"{FILE.removesuffix('.py')}.{name}"
@@ -71,6 +70,15 @@ def load_call(folder: str | Path) -> LoadCall:
     if getattr(cls, "config_class", None) is None:  # the name is from a file
         return LoadCall("", own_class(config, name) is not None)
     return LoadCall(_usual((auto for auto, own in auto_classes(cls).items() if own == name), name) or name)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json; empty if there is none, or if it cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def own_class(config: Mapping[str, Any], name: str) -> str | None:

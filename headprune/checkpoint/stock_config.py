@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer
+from headprune.attention import Layers
 from headprune.errors import HeadPruneError, first_line
 from headprune.pruned import add_biases, from_ranges, restructure, structure_of
 from headprune.pruned.structure import Structure
@@ -72,13 +72,13 @@ class StockCounts:
         layers: Its attention layers.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[AttentionLayer]) -> None:
+    def __init__(self, model: nn.Module, layers: Layers) -> None:
         self.model, self.layers = model, layers
         self.name = dense_class(model).__name__
         self._built: Built = {}
 
     @classmethod
-    def of(cls, model: nn.Module | None, layers: Sequence[AttentionLayer]) -> StockCounts | None:
+    def of(cls, model: nn.Module | None, layers: Layers) -> StockCounts | None:
         """For a transformers model; None for any other module, and for none."""
         return cls(model, layers) if model is not None and is_stock(dense_class(model)) else None
 
@@ -233,11 +233,8 @@ def _changes(base: Any, ratios: Sequence[Fraction], biases: Sequence[str]) -> It
     """What may be new in a config: numbers of heads, and where that is not enough a head's width; and flags that give biases."""
     parts = configs_in(base)
     fields = [(i, name, value) for i, part in enumerate(parts) for name, value in vars(part).items()]
-    counts: Change = {
-        (i, name): value
-        for i, name, value in fields
-        if "head" in name and not name.startswith("_") and not _WIDTH.search(name) and type(value) is int and value > 0
-    }
+    named = [(i, name, v) for i, name, v in fields if "head" in name and not name.startswith("_")]
+    counts: Change = {(i, n): v for i, n, v in named if not _WIDTH.search(n) and type(v) is int and v > 0}
     flags = [(i, name) for i, name, value in fields if "bias" in name and value is False]
     shares = [[*dict.fromkeys((*(_share(v, r) for r in ratios), v))] for v in counts.values()]
     alike = (tuple(_share(value, ratio) for value in counts.values()) for ratio in ratios)
@@ -278,9 +275,8 @@ def _widths(parts: Sequence[Any], new: Change) -> Change:
     for i, name in new:
         values: dict[str, Any] = {}
         for field in ("hidden_size", name, "head_dim"):
-            with suppress(
-                Exception
-            ):  # there is none; or one for each layer, for which transformers has errors of its own
+            # There may be none; or one for each layer, for which transformers has errors of its own.
+            with suppress(Exception):
                 values[field] = getattr(parts[i], field)
         whole, heads, width = values.get("hidden_size"), values.get(name), values.get("head_dim")
         if type(width) is not int and isinstance(whole, int) and isinstance(heads, int) and whole % heads == 0:

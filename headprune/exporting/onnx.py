@@ -164,10 +164,8 @@ def trials(graph: Graph, function: FlatModel) -> Iterator[tuple[list[Tensor], tu
             sizes[symbol] = int(min(times * size + plus, most))
         for shift in dict.fromkeys((number, 0)) if sizes not in seen else ():
             # other content, if the model takes it: some ids have places of their own
-            inputs = [
-                _pad(name, _resize(name, t, dims, sizes, shift))
-                for name, t, dims in zip(function.inputs, graph.example, graph.dims, strict=True)
-            ]
+            given = zip(function.inputs, graph.example, graph.dims, strict=True)
+            inputs = [_pad(name, _resize(name, t, dims, sizes, shift)) for name, t, dims in given]
             try:
                 answers = function(*(t.float() if t.dtype == torch.float16 else t for t in inputs))
             except Exception:  # too long, or too short: a model may refuse with any error

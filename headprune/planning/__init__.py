@@ -48,10 +48,8 @@ def plan(
             a strategy that runs the model.
     """
     if not needs_scores(strategy):
-        raise HeadPruneError(
-            f"The strategy {strategy} runs the model, which headprune.plan does not see.",
-            f"Use headprune.search(model, batches, keep={keep!r}, strategy={strategy!r}).",
-        )
+        message = f"The strategy {strategy} runs the model, which headprune.plan does not see."
+        raise HeadPruneError(message, f"Use headprune.search(model, batches, keep={keep!r}, strategy={strategy!r}).")
     constraints = Constraints.parse(protect, scores.layers, min_heads_per_layer)
     heads = heads_to_keep(keep, sum(layer.num_heads for layer in scores.layers))
     order = arrange(Search(scores.layers, scores, constraints), strategy, [heads])
@@ -82,19 +80,16 @@ def arrange(
     Raises:
         HeadPruneError: An unknown strategy, scores of another model, or nothing to rank by.
     """
-    chosen = strategy_named(strategy)
-    if search.scores and search.scores.model and search.model and not has_identity(search.model, search.scores.model):
-        raise HeadPruneError(
-            f"The scores are another model's (fingerprint {search.scores.model}, this one is {identity(search.model)}).",
-            "Score this model first.",
-        )
+    chosen, scores = strategy_named(strategy), search.scores
+    if scores and scores.model and search.model and not has_identity(search.model, scores.model):
+        message = f"The scores are another model's (fingerprint {scores.model}, this one is {identity(search.model)})."
+        raise HeadPruneError(message, "Score this model first.")
     levels = sorted(levels, reverse=True)
     if not any(layer.groups and layer.prunable for layer in search.layers):
         kinds = (GROUPS,)
     orders = [chosen.run(replace(search, kind=kind), levels) for kind in kinds]
     if len(orders) == 1:
         return orders[0]
-    scores = search.scores
     judge = quality or (lambda plan: -_score_lost(plan, scores) if scores else plan.kept)
     judged = judged or levels
     common = [k for k in judged if all(o.reaches(k) for o in orders)]
@@ -102,13 +97,8 @@ def arrange(
     def merit(order: Order) -> tuple[bool, int, float, int, int]:
         reached = sum(order.reaches(k) for k in judged)
         fewest = min((kept for kept in order.kept() if kept), default=0)  # for the hint, where no budget is reached
-        return (
-            order.stock,
-            reached,
-            sum(judge(order.plan(k)) for k in common),
-            -order.least,
-            0 if reached else -fewest,
-        )
+        worth = sum(judge(order.plan(k)) for k in common)
+        return order.stock, reached, worth, -order.least, 0 if reached else -fewest
 
     return max(orders, key=merit)  # the first, groups, on a tie
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import Heads, Layers
 from headprune.gates import gated
 from headprune.inputs import call, doubled, gathered, inputs_of, tensors
 from headprune.planning.order import Unit
@@ -51,11 +51,7 @@ class _Removal:
 
 
 def effects(
-    calibration: Calibration,
-    layers: Sequence[AttentionLayer],
-    drop: Heads,
-    units: Sequence[Unit],
-    examples: int | None = None,
+    calibration: Calibration, layers: Layers, drop: Heads, units: Sequence[Unit], examples: int | None = None
 ) -> Tensor:
     """First-order change of the model's answers to every example if a unit goes too, ``[examples, units]``, float64.
 
@@ -112,27 +108,20 @@ def effects(
     return finite(torch.cat(per_batch))
 
 
-def _gated(calibration: Calibration, layers: Sequence[AttentionLayer], index: int, units: Sequence[Unit]) -> Tensor:
+def _gated(calibration: Calibration, layers: Layers, index: int, units: Sequence[Unit]) -> Tensor:
     """Minus the gate gradients on a batch, ``[examples, units]``."""
-    runner = calibration.runner
+    runner, model = calibration.runner, calibration.model
     names = {layers[unit.layer].name: layers[unit.layer] for unit in units}
     rows = []
     # One by one: at these layers nobody has seen which rows are whose.
     for row, one in enumerate(runner.rows.singles(runner.batches[index])):
-        gates = {
-            name: torch.ones(layer.num_heads, dtype=torch.float64, requires_grad=True) for name, layer in names.items()
-        }
-        with (
-            torch.enable_grad(),
-            runner.deterministic_eval(),
-            frozen(calibration.model),
-            gated(calibration.model, layers, gates),
-        ):
-            output = call(calibration.model, inputs_of(calibration.model, one))
+        gates = {name: torch.ones(a.num_heads, dtype=torch.float64, requires_grad=True) for name, a in names.items()}
+        with torch.enable_grad(), runner.deterministic_eval(), frozen(model), gated(model, layers, gates):
+            output = call(model, inputs_of(model, one))
             # Answers may depend on none of these layers, but then on others, or they cannot be differentiated at all.
             slopes: Sequence[Tensor | None] = [None] * len(gates)
             if not calibration.projections or any(t.requires_grad for t in tensors(output)):
-                probe = probe_of(calibration.model, output, one, runner.first(index) + row, runner.rows)
+                probe = probe_of(model, output, one, runner.first(index) + row, runner.rows)
                 slopes = torch.autograd.grad(probe, list(gates.values()), allow_unused=True)
         of = {name: gate * 0 if s is None else s for (name, gate), s in zip(gates.items(), slopes, strict=True)}
         rows.append(torch.stack([of[layers[u.layer].name][list(u.heads)].sum() for u in units]))
@@ -143,7 +132,7 @@ def _gated(calibration: Calibration, layers: Sequence[AttentionLayer], index: in
 def _removal(
     calibration: Calibration,
     projection: OutputProjection,
-    layers: Sequence[AttentionLayer],
+    layers: Layers,
     drop: Heads,
     weights: RepairWeights,
     units: Sequence[Unit],
@@ -176,11 +165,8 @@ def _removal(
             left[block, u, range(len(these))] = 1.0
             continue
         if values is not None:  # what its heads could have read goes with it
-            block += [
-                at[len(projection.weight) + h * values.head_dim + j]
-                for _, h in heads[u]
-                for j in range(values.head_dim)
-            ]
+            starts = [len(projection.weight) + h * values.head_dim for _, h in heads[u]]
+            block += [at[start + j] for start in starts for j in range(values.head_dim)]
         left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
     return _Removal(kept, mean, left, right, columns)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from headprune.attention import AttentionLayer, Heads, layer_named
+from headprune.attention import AttentionLayer, Heads, Layers, layer_named
 from headprune.errors import HeadPruneError
 from headprune.plans import PruningPlan
 
@@ -30,9 +30,7 @@ class Constraints:
     min_heads: int = 0
 
     @classmethod
-    def parse(
-        cls, protect: str | Iterable[str], layers: Sequence[AttentionLayer], min_heads_per_layer: int = 0
-    ) -> Constraints:
+    def parse(cls, protect: str | Iterable[str], layers: Layers, min_heads_per_layer: int = 0) -> Constraints:
         """Constraints from addresses: ``"L0,L3.H7"``, where a layer's full name serves as well as ``L0``.
 
         Raises:
@@ -57,16 +55,15 @@ class Constraints:
         return max(layer.num_heads - self.min_heads, 0) if layer.prunable else 0
 
 
-def _address(text: str, layers: Sequence[AttentionLayer]) -> tuple[AttentionLayer, Iterable[int]]:
+def _address(text: str, layers: Layers) -> tuple[AttentionLayer, Iterable[int]]:
     single = re.fullmatch(r"(.+)\.H(\d+)", text)
     if single is None or any(layer.name == text for layer in layers):
         layer = layer_named(text, layers)
         return layer, range(layer.num_heads)
     layer, head = layer_named(single[1], layers), int(single[2])
     if head >= layer.num_heads:
-        raise HeadPruneError(
-            f"Layer {layer.name} has no head {head}.", f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}."
-        )
+        message = f"Layer {layer.name} has no head {head}."
+        raise HeadPruneError(message, f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}.")
     return layer, [head]
 
 
@@ -84,9 +81,7 @@ class Unit(NamedTuple):
     heads: tuple[int, ...]
 
 
-def units_of(
-    layers: Sequence[AttentionLayer], values: Mapping[str, Tensor], constraints: Constraints, kind: str = GROUPS
-) -> list[list[Unit]]:
+def units_of(layers: Layers, values: Mapping[str, Tensor], constraints: Constraints, kind: str) -> list[list[Unit]]:
     """For every layer, the units that may go, those with the least score first.
 
     Units that a layer needs to keep ``constraints.min_heads`` are left out: those with the highest scores.
@@ -126,7 +121,7 @@ def sliced(layer: AttentionLayer, scores: Mapping[int, float]) -> list[tuple[int
     return [tuple(sorted(heads)) for heads in zip(*queues, strict=False)]
 
 
-def why_stay(layers: Sequence[AttentionLayer], constraints: Constraints) -> tuple[str, ...]:
+def why_stay(layers: Layers, constraints: Constraints) -> tuple[str, ...]:
     """Why not all heads can go, a reason each."""
     reasons = []
     fixed = [layer for layer in layers if not layer.prunable]
@@ -140,7 +135,7 @@ def why_stay(layers: Sequence[AttentionLayer], constraints: Constraints) -> tupl
     return tuple(reasons)
 
 
-def addresses(heads: Heads, layers: Sequence[AttentionLayer]) -> str:
+def addresses(heads: Heads, layers: Layers) -> str:
     """Heads as people write them: ``L0, L3.H7``.
 
     >>> addresses({"a": [0, 1], "b": [1]}, [AttentionLayer(n, i, "encoder", 2, 2, 4) for i, n in enumerate("ab")])
@@ -212,10 +207,10 @@ class Order:
         kept = self.kept()
         if keep < kept[-1]:
             why = f" ({'; '.join(self.stays[:3])})" if self.stays else ""
-            raise HeadPruneError(
-                f"{kept[-1]} heads cannot be pruned by {self.strategy or 'this order'}{why}, so {keep} is out of reach.",
-                f"Keep at least {kept[-1]}.",
+            message = (
+                f"{kept[-1]} heads cannot be pruned by {self.strategy or 'this order'}{why}, so {keep} is out of reach."
             )
+            raise HeadPruneError(message, f"Keep at least {kept[-1]}.")
         steps = next(n for n, k in enumerate(kept) if k <= keep)
         plan = self.after(steps)
         if plan.kept == keep:
@@ -237,10 +232,8 @@ class Order:
         plan = self.plan(keep)
         if not plan.kept:
             least = min(kept for kept in self.kept() if kept)
-            raise HeadPruneError(
-                f"The last {least} heads go together by {self.strategy or 'this order'}, so with no more than {keep} none would stay.",
-                f"Keep at least {least}.",
-            )
+            message = f"The last {least} heads go together by {self.strategy or 'this order'}, so with no more than {keep} none would stay."
+            raise HeadPruneError(message, f"Keep at least {least}.")
         return plan
 
 

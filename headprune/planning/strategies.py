@@ -15,7 +15,7 @@ from torch import nn
 
 from headprune import latency
 from headprune.amounts import flops
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import Heads, Layers
 from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError, registered
 from headprune.fingerprint import identity
@@ -116,7 +116,7 @@ class Search:
         loss_fn: As for `headprune.score`: for batches that are pairs ``(inputs, labels)``.
     """
 
-    layers: Sequence[AttentionLayer]
+    layers: Layers
     scores: HeadScores | None = None
     constraints: Constraints = field(default_factory=Constraints)
     kind: str = GROUPS
@@ -178,15 +178,13 @@ class Strategy:
 
 STRATEGIES: dict[str, Strategy] = {}
 AUTO = "auto"
+_ABOUT = "Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used."
 """What a search does by default: it is no strategy, but makes several orders and takes the best (`headprune.plan_search`)."""
 
 
 def abouts() -> dict[str, str]:
     """What can be asked for as a strategy, by name, each with a line that describes it."""
-    auto = (
-        "Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used."
-    )
-    return {AUTO: auto, **{strategy.name: strategy.about for strategy in STRATEGIES.values()}}
+    return {AUTO: _ABOUT, **{strategy.name: strategy.about for strategy in STRATEGIES.values()}}
 
 
 _Run = Callable[[Search, Sequence[int]], Order]

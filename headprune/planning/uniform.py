@@ -50,17 +50,14 @@ def uniform(search: Search, levels: Sequence[int]) -> Order:
         if any(part.stops[-1] < len(part.rows) for part in parts):
             stays.append(f"{counts.name} cannot have fewer heads in every layer")
         if not counts.has_place_for_biases():
-            notes.append(
-                f"{counts.name} has no place for biases that its output projections lack, so repair adds none."
-            )
+            notes += [f"{counts.name} has no place for biases that its output projections lack, so repair adds none."]
         notes += [_possible(search, counts, part, len(parts) > 1) for part in parts]
     else:
         rows = [_rows(same, columns) for same in groups]
         parts = [_LayerGroup(same, r, list(range(1, len(r) + 1))) for same, r in zip(groups, rows, strict=True)]
         if counts:
-            notes.append(
-                f"{counts.name} cannot have another number of heads, so the folder loads with trust_remote_code=True."
-            )
+            fixed = f"{counts.name} cannot have another number of heads"
+            notes.append(f"{fixed}, so the folder loads with trust_remote_code=True.")
     queue: list[tuple[float, int, list[Unit]]] = []
     for part in parts:
         heads = search.layers[part.layers[0]].num_heads

@@ -194,10 +194,8 @@ class MultiheadAttention(nn.Module):
         trainable = source.out_proj.weight.requires_grad
         self.q_proj, self.k_proj, self.v_proj = (_linear(w, b, trainable) for w, b in zip(weights, biases, strict=True))
         self.out_proj = _linear(source.out_proj.weight.detach(), source.out_proj.bias, trainable)
-        self.bias_k, self.bias_v = (
-            None if bias is None else nn.Parameter(bias.detach(), requires_grad=trainable)
-            for bias in (source.bias_k, source.bias_v)
-        )
+        extra = source.bias_k, source.bias_v
+        self.bias_k, self.bias_v = (None if b is None else nn.Parameter(b.detach(), trainable) for b in extra)
 
     def forward(
         self,
@@ -328,10 +326,8 @@ def _wavlm(module: Any) -> nn.Module:
     """Everything happens in `torch.nn.functional.multi_head_attention_forward`."""
 
     def attend(self: Any, hidden: Tensor, attention_mask: Tensor | None, bias: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (
-            proj(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        projections = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (proj(hidden).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for proj in projections)
         scores = q @ k.transpose(-2, -1) * self.scaling + bias.view(len(hidden), -1, *bias.shape[1:])
         if attention_mask is not None:
             scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], float("-inf"))

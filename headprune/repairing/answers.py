@@ -81,9 +81,8 @@ def dense_answers(runner: Runner) -> DenseAnswers | str:
     # Drawn once, so that an example's directions do not depend on the batch that it is in.
     noise = torch.randn(examples, len(basis), some, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     left_out = block_of(numbers) if enough else numbers  # of a block are mixed with one another only
-    return DenseAnswers(
-        runner, batches, folds, left_out, known, basis, torch.split(noise, [len(each) for each in known])
-    )
+    by_batch = torch.split(noise, [len(each) for each in known])
+    return DenseAnswers(runner, batches, folds, left_out, known, basis, by_batch)
 
 
 def directions(every: int, examples: int) -> int:

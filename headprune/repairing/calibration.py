@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.inputs import gathered, model_device
@@ -75,7 +75,7 @@ class Calibration:
         progress: Called after every batch of the longest pass.
     """
 
-    layers: Sequence[AttentionLayer]
+    layers: Layers
     runner: Runner
     values: Mapping[str, Values]
     mixtures: int
@@ -186,9 +186,8 @@ class Calibration:
             with torch.no_grad(), self.runner.deterministic_eval():
                 xs = self.statistics.directions.widened(batch, xs, ys, list(xs), shares=1)
             self.runner.count(self.runner.rows.size(batch))
-        return {
-            name: [(x, slope) for x, (_, _, (slope,)) in zip(xs[name], own, strict=True)] for name, own in calls.items()
-        }
+        slopes = {name: [slope for _, _, (slope,) in own] for name, own in calls.items()}
+        return {name: list(zip(xs[name], own, strict=True)) for name, own in slopes.items()}
 
     @contextmanager
     def applied(self, weights: NewWeights, drop: Heads | None = None) -> Iterator[None]:
@@ -229,7 +228,7 @@ class Calibration:
 
 def calibrate(
     model: nn.Module,
-    layers: Sequence[AttentionLayer],
+    layers: Layers,
     batches: Sequence[Any],
     *,
     repair: bool = True,
@@ -257,9 +256,8 @@ def calibrate(
     runner = Runner(model, projections, batches)
     refittable = _refittable(runner, notes) if repair and values else {}
     times = min(_MIXTURES, _MOST_EXAMPLES // runner.examples - 1) if repair and mixtures else 0
-    return Calibration(
-        layers, runner, refittable, times, tuple(notes), repair, ridge if repair else torch.inf, progress
-    )
+    ridge = ridge if repair else torch.inf
+    return Calibration(layers, runner, refittable, times, tuple(notes), repair, ridge, progress)
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
@@ -353,7 +351,5 @@ def _turn(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, T
 
 
 def _not_finite(layer: AttentionLayer, what: str) -> HeadPruneError:
-    return HeadPruneError(
-        f"Layer {layer.name} cannot be repaired: {what} not finite.",
-        "Leave out the example that does it, use --dtype float32, or do without repair.",
-    )
+    message = f"Layer {layer.name} cannot be repaired: {what} not finite."
+    return HeadPruneError(message, "Leave out the example that does it, use --dtype float32, or do without repair.")

@@ -78,13 +78,11 @@ class Directions:
                 for call_, x in zip(parts[name], calls[name], strict=True):
                     if width > 0:
                         call_.append(x[..., at(values.columns, x.device)][..., :width])
-        return {
-            n: [
-                torch.cat([x, torch.cat(more, dim=-1).flatten(-2)], dim=-1) if more else x
-                for x, more in zip(xs[n], parts[n], strict=True)
-            ]
-            for n in names
-        }
+
+        def joined(x: Tensor, more: list[Tensor]) -> Tensor:
+            return torch.cat([x, torch.cat(more, dim=-1).flatten(-2)], dim=-1) if more else x
+
+        return {n: list(map(joined, xs[n], parts[n])) for n in names}
 
     def in_parts(self, xs: Calls) -> Iterator[list[str]]:
         """Names of output projections in parts, so that a batch's widened inputs fit into memory."""

@@ -80,11 +80,8 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
         first = 0
         for batch in batches:
             numbers = range(first, first := first + rows.size(batch))
-            pairs = [
-                (number, own[(own.index(number) + shift) % len(own)])
-                for number in numbers
-                if len(own := members[block[number]]) > shift
-            ]
+            blocks = [(number, members[block[number]]) for number in numbers]
+            pairs = [(n, own[(own.index(n) + shift) % len(own)]) for n, own in blocks if len(own) > shift]
             if pairs:
                 mixed = [_mixed(texts[one], texts[other]) for one, other in pairs]
                 inputs = {name: padded(name, [text[name] for text in mixed]) for name in mixed[0]}
@@ -135,10 +132,8 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
     logits, start = (part_of(output, name) for name in ("logits", "start_logits"))
     every = [t for t in tensors(output) if t.ndim and t.is_floating_point() and t.requires_grad]
     if not every and not any(isinstance(t, Tensor) and t.requires_grad for t in (logits, start)):
-        raise HeadPruneError(
-            "The model's answers do not depend on any head by what can be differentiated.",
-            'Score by ablation, and search with strategy="one-shot".',
-        )
+        message = "The model's answers do not depend on any head by what can be differentiated."
+        raise HeadPruneError(message, 'Score by ablation, and search with strategy="one-shot".')
     if start is not None:  # where an answer starts and ends: tokens are the classes, and padding is none
         chances = logits_of(output, batch if isinstance(batch, Mapping) else {}).log_softmax(-1)
         draws = drawn(chances.movedim(1, -1)).movedim(-1, 1)

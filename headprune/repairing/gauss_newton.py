@@ -95,10 +95,8 @@ def longest(parts: Sequence[Parts], most: int = MOST) -> Coordinates:
     sizes = [len(own) for own in lengths]
     first = torch.tensor([0, *sizes]).cumsum(0)
     best = gathered(lengths).topk(min(most, sum(sizes))).indices.sort().values
-    chosen = {
-        name: best[(best >= start) & (best < start + size)] - start
-        for name, start, size in zip(names, first.tolist(), sizes, strict=False)
-    }
+    spans = zip(names, first.tolist(), sizes, strict=False)
+    chosen = {name: best[(best >= start) & (best < start + size)] - start for name, start, size in spans}
     return Coordinates(inputs, outputs, chosen)
 
 
@@ -271,9 +269,7 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
     of_chosen = torch.split(torch.arange(len(chosen)), [own.numel() for own in some])
     tried = [at.view_as(own) for at, own in zip(of_chosen, some, strict=True)]
     small = kernel[chosen][:, chosen]
-    strength, _ = downhill(
-        lambda strength: _left_out(small, wanted[chosen], tried, strength)[0], STRENGTHS, STRENGTHS.index(_START)
-    )
+    strength, _ = downhill(lambda s: _left_out(small, wanted[chosen], tried, s)[0], STRENGTHS, STRENGTHS.index(_START))
     least, alpha = _left_out(kernel, wanted, groups, strength)
     if not least < _GAIN * _root(lacking):
         return None
@@ -291,10 +287,8 @@ def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength
     # One step of iterative refinement, for what float32 rounded away.
     rest = wanted - strength * alpha - kernel.double() @ alpha
     alpha = alpha + (inverse @ rest.to(inverse)).double()
-    errors = [
-        torch.linalg.solve(inverse[rows[:, :, None], rows[:, None]].double(), alpha[rows][..., None]).flatten()
-        for rows in groups
-    ]
+    blocks = ((inverse[rows[:, :, None], rows[:, None]].double(), alpha[rows][..., None]) for rows in groups)
+    errors = [torch.linalg.solve(*block).flatten() for block in blocks]
     return _root(torch.cat(errors)) if errors else float("nan"), alpha
 
 

@@ -62,9 +62,8 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
     all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     weight, bias = old if chosen == math.inf else _solved(all_xx, all_xy, old, projection.has_bias, chosen)
     unit = moments.spread()
-    facts = LayerRepair(
-        error(all_xx, all_xy, all_yy, *old) / unit, error(all_xx, all_xy, all_yy, weight, bias) / unit, chosen
-    )
+    before, after = error(all_xx, all_xy, all_yy, *old), error(all_xx, all_xy, all_yy, weight, bias)
+    facts = LayerRepair(before / unit, after / unit, chosen)
     whole = torch.zeros_like(projection.weight, device="cpu")
     whole[kept] = weight
 
@@ -227,9 +226,8 @@ class _ValueSolver:
         self.has_bias, self.bias = projection.has_bias, projection.bias.cpu()
         self.owner = torch.tensor([kept.index(values.owner[h]) for h in heads])
         self.out = projection.weight.cpu()[values.columns[list(heads)]]  # [heads, head_dim, out]
-        self.mix = torch.eye(width + rank, width, dtype=torch.float64).repeat(
-            len(kept), 1, 1
-        )  # [groups, wide, head_dim]
+        # [groups, wide, head_dim]
+        self.mix = torch.eye(width + rank, width, dtype=torch.float64).repeat(len(kept), 1, 1)
 
     def product(self, mix: Tensor, out: Tensor) -> Tensor:
         """What stands in W_O's place for the widened inputs, ``[heads * wide, out]``."""

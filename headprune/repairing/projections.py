@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.offload import is_elsewhere, on_disk, place_of, value_of
 from headprune.running import exact_attention
 
@@ -144,13 +144,8 @@ class OutputProjection:
 
     def kept(self, drop: Heads) -> Tensor:
         """The inputs of W_O that stay."""
-        gone = {
-            f
-            for layer in self.layers
-            if layer.output_projection
-            for h in drop.get(layer.name, ())
-            for f in layer.output_projection.features[h]
-        }
+        owned = [(a.output_projection.features, drop.get(a.name, ())) for a in self.layers if a.output_projection]
+        gone = {f for features, heads in owned for h in heads for f in features[h]}
         return torch.tensor([i for i in range(self.weight.shape[0]) if i not in gone], dtype=torch.long)
 
     def loses(self, drop: Heads) -> bool:
@@ -163,9 +158,7 @@ class OutputProjection:
         return [h for h in range(self.layers[0].num_heads) if h not in gone]
 
 
-def output_projections(
-    model: nn.Module, layers: Sequence[AttentionLayer], notes: list[str], biases: bool = True
-) -> Iterator[OutputProjection]:
+def output_projections(model: nn.Module, layers: Layers, notes: list[str], biases: bool) -> Iterator[OutputProjection]:
     """The output projections that can be refitted, in the order of the layers; why others cannot is added to ``notes``.
 
     Args:
@@ -208,11 +201,8 @@ def _values(
     heads = list(dict.fromkeys(source.features))
     flat = [f for own in heads for f in own]
     width = layer.head_dim
-    if (
-        {len(own) for own in (*heads, *columns)} != {width}
-        or len(set(flat)) < len(flat)
-        or inputs != width * layer.num_heads
-    ):
+    widths = {len(own) for own in (*heads, *columns)}
+    if widths != {width} or len(set(flat)) < len(flat) or inputs != width * layer.num_heads:
         return None
     projection: Any = model.get_submodule(source.module)
     if not (isinstance(projection, nn.Linear) or is_transposed(projection)) or _not_plain(projection, owners):
@@ -238,15 +228,9 @@ def bias_of(projection: Any) -> Tensor | None:
 
 def _not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:
     """Why a module's weights cannot be replaced; empty if they can."""
-    weight = getattr(projection, "weight", None)
-    own = "weight" in projection._parameters  # and not made of others, as an adapter's
-    if (
-        not isinstance(weight, Tensor)
-        or not own
-        or weight.ndim != 2
-        or not weight.is_floating_point()
-        or (weight.is_meta and not is_elsewhere(projection, "weight"))
-    ):
+    weight = projection._parameters.get("weight")  # not made of others, as an adapter's
+    plain = weight is not None and weight.ndim == 2 and weight.is_floating_point()
+    if not plain or (weight.is_meta and not is_elsewhere(projection, "weight")):
         return "is no plain linear layer in memory"
     return "shares them with another module" if len(owners.get(_storage_of(projection), ())) > 1 else ""
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
-from headprune.batches import cost_of, find_rows, is_empty
+from headprune.batches import cost_of, find_rows, nonempty
 from headprune.divergence import part_of, real_tokens
-from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.memory import is_out_of_memory
 from headprune.parallel import current
@@ -53,9 +52,7 @@ class Runner:
         self._seen = [0.0]  # how many examples the model was run on: runners with and without mixtures share it
         device = model_device(model)
         with torch.inference_mode(False):
-            self.batches = [usable(move(batch, device)) for batch in batches if not is_empty(batch)]
-        if not self.batches:
-            raise HeadPruneError("There are no examples to repair on.", "Give batches of at least one example.")
+            self.batches = [usable(move(batch, device)) for batch in nonempty(batches, "repair on")]
         with torch.inference_mode(False), self.deterministic_eval():
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))
@@ -118,10 +115,8 @@ class Runner:
         runner = copy.copy(self)
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
         device = model_device(self.model)
-        mixtures = [
-            replace(mixed, inputs=move(mixed.inputs, device))
-            for mixed in mixed_texts(self.batches, self.rows, times, padding)
-        ]
+        texts = mixed_texts(self.batches, self.rows, times, padding)
+        mixtures = [replace(mixed, inputs=move(mixed.inputs, device)) for mixed in texts]
         with torch.no_grad(), self.deterministic_eval():
             # The first one says what most models do with mixtures; if they take it, all are tried.
             taken = not mixtures or self._answers_once(mixtures[0])

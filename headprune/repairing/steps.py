@@ -98,9 +98,8 @@ def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> 
     mixtures = sum(len(mixed.firsts) for mixed in runner.mixtures)
     biases = tuple(name for name in calibration.new_biases if new.get(name, (None, None))[1] is not None)
     notes = (*calibration.notes, *([weights.note] if weights.note else []))
-    return Repair(
-        weights.facts, runner.examples, mixtures, round(passes), biases, notes, weights.answers, weights.trials
-    )
+    counts = runner.examples, mixtures, round(passes)
+    return Repair(weights.facts, *counts, biases, notes, weights.answers, weights.trials)
 
 
 def checked_repair(
@@ -173,11 +172,8 @@ class _Crossed:
         runner = calibration.runner
         self._folds = []
         for fold in range(FOLDS):
-            rows = [
-                (index, row)
-                for index in range(len(runner.batches))
-                for row in torch.nonzero(runner.fold(index) == fold).flatten().tolist()
-            ]
+            of_fold = [torch.nonzero(runner.fold(index) == fold).flatten() for index in range(len(runner.batches))]
+            rows = [(index, row) for index, own in enumerate(of_fold) for row in own.tolist()]
             some: dict[int, list[int]] = {}
             count = min(_MOST // FOLDS, len(rows))
             for i in range(count):  # from everywhere: batches often come sorted by length

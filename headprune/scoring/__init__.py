@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from headprune.arguments import layers_for, listed, together
-from headprune.attention import AttentionLayer
-from headprune.batches import is_empty
+from headprune.attention import AttentionLayer, Layers
+from headprune.batches import nonempty
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import identity, versions
 from headprune.inputs import check_weights, model_device
@@ -99,11 +99,11 @@ def score(
 
 
 def _scored(
-    model: nn.Module, batches: Sequence[Any], chosen: Method, losses: ExampleLoss, layers: Sequence[AttentionLayer] | None,
+    model: nn.Module, batches: Sequence[Any], chosen: Method, losses: ExampleLoss, layers: Layers | None,
     seed: int, settings: Settings, work: Path | str | Store | None, progress: Progress | None,
 ) -> HeadScores:  # fmt: skip
     """`score`, with its arguments checked."""
-    examples = _not_empty(model, batches)
+    examples = nonempty((on_device(model, batch) for batch in batches), "score on")
     with quiet(model), torch.enable_grad():
         examples = losses.prepare(examples)
     maskable = maskable_of(model, layers_for(model, layers, batches=examples))
@@ -127,15 +127,7 @@ def _scored(
     return replace(scores, unit=losses.unit(scores.unit))
 
 
-def _not_empty(model: nn.Module, batches: Iterable[Any]) -> list[Any]:
-    """The batches that hold examples, on the model's device."""
-    kept = [batch for batch in (on_device(model, each) for each in batches) if not is_empty(batch)]
-    if not kept:
-        raise HeadPruneError("There are no examples to score on.", "Give batches of at least one example.")
-    return kept
-
-
-def maskable_of(model: nn.Module, layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
+def maskable_of(model: nn.Module, layers: Layers) -> list[AttentionLayer]:
     """The layers whose heads can be masked."""
     maskable = [layer for layer in layers if layer.maskable]
     if not maskable:

@@ -85,12 +85,8 @@ def resample_ablation(problem: Problem) -> Estimate:
     pools = _head_outputs(problem, "pool", one_token)
 
     def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
-        return {
-            layer.name: _resampled(
-                pools[layer.name], problem.seed + 1, start, size, partial(real_queries, problem, layer, batch)
-            )
-            for layer in problem.layers
-        }
+        real = {layer.name: partial(real_queries, problem, layer, batch) for layer in problem.layers}
+        return {name: _resampled(pools[name], problem.seed + 1, start, size, own) for name, own in real.items()}
 
     return _ablated(problem, Replay(problem), fills)
 
@@ -115,11 +111,8 @@ def _ablated(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> 
     parts = [[n] for n in layers] if _uneven(costs, current().size) else [list(layers)]
     # The model runs again from the layer on, for every head; and once as it is.
     again = [1 + sum(len(every[n]) * (len(every) - n) for n in some) / len(every) for some in parts]
-    tasks = {
-        f"{i}-{some[0]}-{len(some)}": partial(without, i, batch, some)
-        for i, batch in enumerate(problem.numbered())
-        for some in parts
-    }
+    numbered = enumerate(problem.numbered())
+    tasks = {f"{i}-{some[0]}-{len(some)}": partial(without, i, batch, some) for i, batch in numbered for some in parts}
     tables = problem.store.share("ablation", tasks, [cost * more for cost in costs for more in again])
     by_batch = [tables[i : i + len(parts)] for i in range(0, len(tables), len(parts))]
     losses = torch.cat([torch.cat([own[0], *(t[:, 1:] for t in own[1:])], dim=1) for own in by_batch])

@@ -131,9 +131,8 @@ def _integrated(replay: Replay, batch: Any, size: int, steps: int, most: int, er
     ends = torch.stack([recording.dense, none], dim=1)
     while True:
         points, weights = np.polynomial.legendre.leggauss(steps)
-        tasks = [
-            partial(slopes, problem, batch, size, (point + 1) / 2) for point in points
-        ]  # ranks share out the points
+        # ranks share out the points
+        tasks = [partial(slopes, problem, batch, size, (point + 1) / 2) for point in points]
         effects = torch.zeros(size, problem.heads, dtype=torch.float64)
         for weight, table in zip(weights / 2, current().share(f"{steps} points", tasks), strict=True):
             effects -= weight * table[:, :-1]

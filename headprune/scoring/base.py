@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer
+from headprune.attention import Layers
 from headprune.batches import Rows, cost_of
 from headprune.errors import HeadPruneError, first_line, registered
 from headprune.inputs import too_long
@@ -93,10 +93,8 @@ def method_and_settings(text: str, base: Settings | None = None) -> tuple[str, S
         try:
             given[setting] = _READERS.get(setting, int)(value)
         except (KeyError, ValueError, OverflowError):
-            raise HeadPruneError(
-                f"{value!r} is no value for {key} in {text!r}.",
-                f"Write it as {name}:{_EXAMPLES.get(setting, f'{setting}=64')}.",
-            ) from None
+            message = f"{value!r} is no value for {key} in {text!r}."
+            raise HeadPruneError(message, f"Write it as {name}:{_EXAMPLES.get(setting, f'{setting}=64')}.") from None
     return chosen.name, replace(base or Settings(), **given)
 
 
@@ -151,7 +149,7 @@ class Problem:
     """
 
     model: nn.Module
-    layers: Sequence[AttentionLayer]
+    layers: Layers
     batches: Batches
     loss: Callable[[Any], Tensor]
     seed: int
@@ -191,10 +189,8 @@ class Problem:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            raise HeadPruneError(
-                f"The model does not run on {self.place(batch)}: {type(error).__name__}: {first_line(error)}.",
-                f"Check what these examples hold{too_long(self.model, batch)}.",
-            ) from error
+            message = f"The model does not run on {self.place(batch)}: {type(error).__name__}: {first_line(error)}."
+            raise HeadPruneError(message, f"Check what these examples hold{too_long(self.model, batch)}.") from error
         if not torch.isfinite(losses).all():
             row = int((~torch.isfinite(losses)).nonzero()[0])
             raise NotFiniteError(self, batch, row, losses[row].item())
@@ -231,9 +227,8 @@ class NotFiniteError(HeadPruneError):
 
     def __init__(self, problem: Problem, batch: Any, row: int, value: float) -> None:
         self.row, self.value = row, value
-        super().__init__(
-            f"The loss of {problem.place(batch, row)} is {value}.", "Check its label and text, or use --dtype float32."
-        )
+        message = f"The loss of {problem.place(batch, row)} is {value}."
+        super().__init__(message, "Check its label and text, or use --dtype float32.")
 
 
 @dataclass(frozen=True)

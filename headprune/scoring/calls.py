@@ -274,15 +274,12 @@ def reading(model: nn.Module, tokens: Mapping[str, int]) -> Iterator[None]:
 def _is_local(forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, token: int) -> bool:
     """Whether a token of an output needs nothing but the same token of the inputs."""
     given = tensors((args, kwargs))
-    if (
-        not isinstance(output, Tensor)
-        or output.ndim < 3
-        or output.shape[1] < 2
-        or not given
-        or any(t.shape[:2] != output.shape[:2] or t.ndim < 3 or not t.is_floating_point() for t in (output, *given))
-        or not all(isinstance(v, Tensor | bool | int | float | str | None) for v in (*args, *kwargs.values()))
-        or output.data_ptr() == given[0].data_ptr()  # the module does nothing that could be saved
-    ):
+    plain = all(isinstance(v, Tensor | bool | int | float | str | None) for v in (*args, *kwargs.values()))
+    if not plain or not given or not isinstance(output, Tensor) or output.ndim < 3 or output.shape[1] < 2:
+        return False
+    if any(t.shape[:2] != output.shape[:2] or t.ndim < 3 or not t.is_floating_point() for t in (output, *given)):
+        return False
+    if output.data_ptr() == given[0].data_ptr():  # the module does nothing that could be saved
         return False
     at = token % output.shape[1]
 

@@ -39,10 +39,8 @@ def signed_gradient(problem: Problem) -> Estimate:
     of opposite sign in different examples cancel, as they do in ablation; in `gradient` they add up.
     """
     if problem.surrogate is not None:
-        raise HeadPruneError(
-            "Without labels the loss has no gradient at the dense model, so its first order is nothing.",
-            "Score by ablation, or by fisher, its second order.",
-        )
+        message = "Without labels the loss has no gradient at the dense model, so its first order is nothing."
+        raise HeadPruneError(message, "Score by ablation, or by fisher, its second order.")
     slopes, losses = gate_gradients(problem)
     return Estimate.mean_of(-slopes, losses)
 
@@ -137,9 +135,8 @@ def _gates(problem: Problem, size: int, at: float = 1.0) -> dict[str, Tensor]:
 def _gate_slopes(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False) -> Tensor:
     """The derivative of a loss with respect to every gate, ``[batch, heads]``."""
     if not loss.requires_grad:
-        raise HeadPruneError(
-            "The loss does not depend on any head by what can be differentiated.", "Score by ablation."
-        )
+        message = "The loss does not depend on any head by what can be differentiated."
+        raise HeadPruneError(message, "Score by ablation.")
     gradients = torch.autograd.grad(loss, list(gates.values()), allow_unused=True, retain_graph=again)
     pairs = zip(gradients, gates.values(), strict=True)
     return gathered([torch.zeros_like(gate) if g is None else g for g, gate in pairs], dim=1)

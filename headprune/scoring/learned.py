@@ -130,9 +130,8 @@ def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penal
                     loss = problem.losses(batch).sum() * (len(batches) / problem.examples)
                     (slope,) = torch.autograd.grad(loss, parameters)
             if not slope.isfinite().all():
-                raise HeadPruneError(
-                    f"The gradient of batch {step % len(batches)} is not finite.", "Use --dtype float32."
-                )
+                message = f"The gradient of batch {step % len(batches)} is not finite."
+                raise HeadPruneError(message, "Use --dtype float32.")
             return slope
 
         def part(state: Tensor, first: int) -> Tensor:

@@ -26,18 +26,7 @@ from headprune.inputs import model_device
 from headprune.memory import free_memory, halving
 from headprune.parallel import current
 from headprune.scoring.base import NotFiniteError, Problem
-from headprune.scoring.calls import (
-    Call,
-    Forward,
-    Key,
-    Start,
-    answering,
-    keeping,
-    observe,
-    read_tokens,
-    reading,
-    starts_of,
-)
+from headprune.scoring.calls import Call, Forward, Start, answering, keeping, observe, read_tokens, reading, starts_of
 from headprune.scoring.gradient import gate_shapes
 
 _TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward
@@ -187,7 +176,7 @@ class Recording:
     ) -> None:  # fmt: skip
         self.replay, self.batch, self.size, self.starts, self.fill = replay, batch, size, starts, fill
         self.problem, self.doubtful = replay.problem, set(doubtful)
-        self._kept: dict[Key, Any] = {}
+        self._kept: dict[tuple[str, int], Any] = {}
         self.window: set[str] = set()
         self._stacks = replay.stacks
         self.dense = self.record(next(iter(self.starts), ""))

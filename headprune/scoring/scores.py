@@ -83,9 +83,7 @@ class HeadScores:
         counts = list(zip(self.labels(), carried, strict=True))
         texts = []
         if few := [label for label, count in counts if 0 < count < FEW]:
-            texts.append(
-                f"the scores of {_named(few)} rest on fewer than {FEW:.0f} examples, so their ± may be too small"
-            )
+            texts += [f"the scores of {_named(few)} rest on fewer than {FEW:.0f} examples, so their ± may be too small"]
         if none := [label for label, count in counts if count == 0]:
             texts.append(
                 f"no example shows any effect of {_named(none)}: up to {min(1.0, 3 / self.examples):.1%} of all examples still may"
@@ -171,9 +169,8 @@ class HeadScores:
             ValueError, TypeError, KeyError: Too few or too many numbers, or something else than numbers.
         """
         heads = sum(layer.num_heads for layer in layers)
-        values, stderr = (
-            {a.name: _numbers(data[k][a.name], a.num_heads) for a in layers} for k in ("values", "stderr")
-        )
+        keys = "values", "stderr"
+        values, stderr = ({a.name: _numbers(data[k][a.name], a.num_heads) for a in layers} for k in keys)
         for name, errors in stderr.items():
             if (errors < 0).any():
                 raise ValueError(f"layer {name} has a standard error below 0")
@@ -226,11 +223,8 @@ def _numbers(listed: Any, count: int) -> Tensor:
 
 def save_scores(path: str | Path, scores: Sequence[HeadScores]) -> None:
     """Write scores of one model by several methods to one file."""
-    document = {
-        "layers": [layer.to_json() for layer in scores[0].layers],
-        "scores": [s.to_json() for s in scores],
-    }
-    write_json(Path(path), "scores", document)
+    layers = [layer.to_json() for layer in scores[0].layers]
+    write_json(Path(path), "scores", {"layers": layers, "scores": [s.to_json() for s in scores]})
 
 
 def load_scores(path: str | Path) -> list[HeadScores]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headprune.arguments import layers_for
-from headprune.attention import AttentionLayer
+from headprune.attention import AttentionLayer, Layers
 from headprune.batches import Rows, find_rows
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, module_of
@@ -116,7 +116,7 @@ def rows_of(model: nn.Module, batches: Sequence[Example]) -> Rows:
 
 
 def collect_by_example(
-    model: nn.Module, layers: Sequence[AttentionLayer], inputs: Example, rows: Rows, keep: Callable[[Example, Weights], Any]
+    model: nn.Module, layers: Layers, inputs: Example, rows: Rows, keep: Callable[[Example, Weights], Any]
 ) -> list[dict[str, list[Any]]]:  # fmt: skip
     """What ``keep(inputs, weights)`` returns, as `collect`: of one run of all examples, or of one run each where a layer mixes their rows."""
     size = rows.size(inputs)
@@ -129,7 +129,7 @@ def collect_by_example(
 
 
 def collect(
-    model: nn.Module, layers: Sequence[AttentionLayer], inputs: Example, size: int, keep: Keep, unseen: dict[str, str] | None = None
+    model: nn.Module, layers: Layers, inputs: Example, size: int, keep: Keep, unseen: dict[str, str] | None = None
 ) -> dict[str, list[Any]]:  # fmt: skip
     """What ``keep`` returns for the weights of every layer, call by call, in one run on inputs of ``size`` examples.
 
@@ -155,7 +155,7 @@ def collect(
 
 @contextmanager
 def attention_maps(
-    model: nn.Module, layers: Sequence[AttentionLayer], examples: int, keep: Keep, unseen: dict[str, str] | None = None
+    model: nn.Module, layers: Layers, examples: int, keep: Keep, unseen: dict[str, str] | None = None
 ) -> Iterator[dict[str, list[Any]]]:
     """Collect attention weights while the context lasts; run the model inside. No hook is left behind.
 
@@ -204,7 +204,7 @@ class _Collector(TorchFunctionMode):
         running: Modules that run, the innermost last, each with the number of attentions that it has computed in this call.
     """
 
-    def __init__(self, layers: Sequence[AttentionLayer], examples: int, keep: Keep) -> None:
+    def __init__(self, layers: Layers, examples: int, keep: Keep) -> None:
         super().__init__()
         self.examples, self.keep = examples, keep
         self.kept: dict[str, list[Any]] = {layer.name: [] for layer in layers}

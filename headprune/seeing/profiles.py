@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.arguments import layers_for, listed
-from headprune.attention import AttentionLayer
+from headprune.attention import AttentionLayer, Layers
 from headprune.batches import Rows, is_empty
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example, check_model, inputs_of, is_encoder_decoder, vocabulary_size, without_labels
@@ -82,9 +82,7 @@ def profile_heads(
     )
 
 
-def _sums(
-    model: nn.Module, layers: Sequence[AttentionLayer], inputs: Sequence[Example], rows: Rows, known: LayerInput
-) -> dict[str, Sums]:
+def _sums(model: nn.Module, layers: Layers, inputs: list[Example], rows: Rows, known: LayerInput) -> dict[str, Sums]:
     """The sums over all queries of every layer, by its name; ``known`` holds for all batches."""
 
     def keep(batch: Example, weights: Weights) -> Sums:
@@ -100,7 +98,7 @@ def _sums(
 
 
 def _seen_layers(
-    model: nn.Module, layers: Sequence[AttentionLayer], example: Example
+    model: nn.Module, layers: Layers, example: Example
 ) -> tuple[list[AttentionLayer], dict[str, str], Grid | None]:
     """The layers whose weights can be seen in one example, why others cannot, by name, and the grid of its patches if it is an image.
 
@@ -125,7 +123,7 @@ def _frequencies(sequences: Sequence[Sequences]) -> Tensor | None:
 
 
 def _repeated_sums(
-    model: nn.Module, layers: Sequence[AttentionLayer], sequences: Sequence[Sequences], rows: Rows, seed: int
+    model: nn.Module, layers: Layers, sequences: Sequence[Sequences], rows: Rows, seed: int
 ) -> dict[str, Sums]:
     """The sums for induction and duplicate tokens, by layer, of a causal language model; {} of any other.
 

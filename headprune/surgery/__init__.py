@@ -56,11 +56,7 @@ def mask(
 
 
 def prune(
-    model: nn.Module,
-    plan: Plan,
-    example: Example | None = None,
-    *,
-    layers: Sequence[AttentionLayer] | None = None,
+    model: nn.Module, plan: Plan, example: Example | None = None, *, layers: Sequence[AttentionLayer] | None = None
 ) -> Proof:
     """Remove heads in place, and prove that the model gives the same answers as with these heads masked.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headprune import inputs
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.inputs import Example, tensors, widened, writes
 from headprune.pruned.hooks import surviving
 
@@ -160,7 +160,7 @@ Seen = dict[str, list[list[Tensor]]]
 
 
 @contextmanager
-def watching(model: nn.Module, layers: Sequence[AttentionLayer], drop: Heads, *, cut: bool) -> Iterator[Seen]:
+def watching(model: nn.Module, layers: Layers, drop: Heads, *, cut: bool) -> Iterator[Seen]:
     """Note the outputs of the layers that lose heads while the context lasts.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import Heads, Layers
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
 from headprune.inputs import Example, call, does_not_run, model_device, seeded, tensors, widened
@@ -73,7 +73,6 @@ class Reference:
 
 
 Inputs = Sequence[Sequence[Example]]
-Layers = Sequence[AttentionLayer]
 
 
 def references(model: nn.Module, inputs: Inputs, drop: Heads, layers: Layers) -> list[Reference]:

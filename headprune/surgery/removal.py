@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from headprune.attention import AttentionLayer, Heads
+from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.errors import HeadPruneError
 from headprune.offload import is_elsewhere
 
@@ -56,7 +56,7 @@ WIDTHS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def ways(layers: Sequence[AttentionLayer], drop: Heads) -> list[Removal]:
+def ways(layers: Layers, drop: Heads) -> list[Removal]:
     """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does."""
     # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
     arguments = any(not a.features for layer in layers for a in layer.arguments)
@@ -84,7 +84,7 @@ def check_present(model: nn.Module, layer: AttentionLayer) -> None:
                 raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {why}.", hint)
 
 
-def left_as_ghosts(layers: Sequence[AttentionLayer], drop: Heads) -> tuple[str, ...]:
+def left_as_ghosts(layers: Layers, drop: Heads) -> tuple[str, ...]:
     """Layers that lose all heads, but keep one with zero output."""
     return tuple(a.name for a in layers if a.bypass == "ghost" and len(drop[a.name]) == a.num_heads)
 

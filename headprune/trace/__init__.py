@@ -73,18 +73,15 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
             except Exception as error:
                 raise does_not_run(error) from error
     if not layers and not any(_is_emptied(m) for m in model.modules()):
-        raise HeadPruneError(
-            f"{type(model).__name__} has no softmax attention that headprune can see.",
-            "If attention only runs on longer or other inputs, pass such an example.",
-        )
+        message = f"{type(model).__name__} has no softmax attention that headprune can see."
+        raise HeadPruneError(message, "If attention only runs on longer or other inputs, pass such an example.")
     return layers
 
 
 def _is_emptied(module: nn.Module) -> bool:
     """Whether a module is an attention layer that has lost all of its heads."""
-    return is_ours(module, EmptyAttention) or (
-        is_ours(module, MultiheadAttention) and getattr(module, "num_heads", 1) == 0
-    )
+    without_heads = is_ours(module, MultiheadAttention) and getattr(module, "num_heads", 1) == 0
+    return without_heads or is_ours(module, EmptyAttention)
 
 
 def example_for(model: nn.Module) -> Example:
@@ -102,10 +99,8 @@ def example_for(model: nn.Module) -> Example:
         except Exception:  # a model may refuse an input with any error
             continue
         return example
-    raise HeadPruneError(
-        f"It is not known what {type(model).__name__} takes, so an example batch is needed to find the heads.",
-        "Pass example= or layers=.",
-    )
+    message = f"It is not known what {type(model).__name__} takes, so an example batch is needed to find the heads."
+    raise HeadPruneError(message, "Pass example= or layers=.")
 
 
 def _trace(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
@@ -125,10 +120,8 @@ def _check_stand_ins(model: nn.Module) -> None:
     """
     for name, module in model.named_modules() if is_offloaded(model) else ():
         if any(hook_of(part) is not None for part in module.modules()) and convert(module) is not None:
-            raise HeadPruneError(
-                f"{name} ({type(module).__name__}) is replaced by a stand-in that shares its weights, and Accelerate keeps these elsewhere.",
-                "Give it a device in the device map, so that its weights stay there.",
-            )
+            message = f"{name} ({type(module).__name__}) is replaced by a stand-in that shares its weights, and Accelerate keeps these elsewhere."
+            raise HeadPruneError(message, "Give it a device in the device map, so that its weights stay there.")
 
 
 @contextmanager

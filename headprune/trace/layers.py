@@ -11,17 +11,8 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
 from headprune.offload import hook_of
 from headprune.pruned import HeadArgument, MultiheadAttention, ghosts, is_ours
-from headprune.trace.record import (
-    AttentionCall,
-    alike,
-    disjoint,
-    filled,
-    is_matrix,
-    leaves_of,
-    nodes_of,
-    overlap,
-    sharing,
-)
+from headprune.trace.features import alike, disjoint, filled, is_matrix, leaves_of, nodes_of, overlap, sharing
+from headprune.trace.record import AttentionCall
 from headprune.trace.tracer import Tracer
 
 
@@ -164,18 +155,10 @@ def _bypass(trace: Tracer, attention: AttentionCall, kind: str) -> str:
     if is_ours(trace.modules[attention.module], MultiheadAttention):
         return "slice"
     seen = trace.records[attention.module]
-    if (
-        kind == "encoder"
-        and attention.output_dim == -1
-        and not attention.concatenated
-        and (not is_inside(attention.output, attention.module) or seen.returned == attention.output != "")
-        and attention.tokens > 1
-        and seen.arity is not None
-        and not seen.cached
-        and not _has_other_weights(trace.modules, attention)
-    ):
-        return "stub"
-    return "ghost"
+    last = not is_inside(attention.output, attention.module) or seen.returned == attention.output != ""
+    plain = last and attention.output_dim == -1 and not attention.concatenated
+    alone = seen.arity is not None and not seen.cached and not _has_other_weights(trace.modules, attention)
+    return "stub" if kind == "encoder" and attention.tokens > 1 and plain and alone else "ghost"
 
 
 def _sorted(rows: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:

@@ -8,20 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from headprune.trace.record import (
-    AttentionCall,
-    HeadSlices,
-    LinearCall,
-    Rows,
-    Uses,
-    alike,
-    disjoint,
-    empty_sets,
-    leaves_of,
-    merge,
-    nodes_of,
-    nonzero,
-)
+from headprune.trace.features import Uses, alike, disjoint, empty_sets, leaves_of, merge, nodes_of, nonzero
+from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, Rows
 
 Source = TypeVar("Source")
 _MOST_SLICES = 2048  # of (batch * heads, …), each of which is differentiated
@@ -153,11 +141,10 @@ class Reader:
         self, tensor: Tensor, heads: HeadSlices, sources: Sequence[tuple[Source, Tensor]]
     ) -> Iterator[tuple[int, Source, Tensor]]:
         """Differentiate each head's part of ``tensor``: (head, source, gradient) for every source that it depends on."""
+        by = [t for _, t in sources]
         for h in range(len(heads) if sources else 0):
             part = heads.take(tensor, h)
-            gradients = torch.autograd.grad(
-                part, [t for _, t in sources], self._noise(part), retain_graph=True, allow_unused=True
-            )
+            gradients = torch.autograd.grad(part, by, self._noise(part), retain_graph=True, allow_unused=True)
             for (source, _), gradient in zip(sources, gradients, strict=True):
                 if gradient is not None:
                     yield h, source, gradient

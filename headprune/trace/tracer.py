@@ -15,18 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from headprune.inputs import tensors
 from headprune.offload import is_offloaded
+from headprune.trace.features import disjoint, is_matrix, leaves_of, memory
 from headprune.trace.reading import Reader, are_causal, is_causal_mask
-from headprune.trace.record import (
-    AttentionCall,
-    HeadSlices,
-    LinearCall,
-    ModuleRecord,
-    Rows,
-    disjoint,
-    is_matrix,
-    leaves_of,
-    memory,
-)
+from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, ModuleRecord, Rows
 
 # Autograd's names of operations that change no number.
 _SHAPES = ("Clone", "View", "UnsafeView", "Alias", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ReshapeAlias", "T")
@@ -82,11 +73,8 @@ class Tracer(TorchFunctionMode):
         record = self.records[name]
         record.calls += 1
         record.inputs = [t for t in tensors((args, kwargs)) if t.ndim]
-        record.biases = {
-            k: v
-            for k, v in {**dict(enumerate(args)), **kwargs}.items()
-            if isinstance(v, Tensor) and (v.is_floating_point() or v.dtype == torch.bool) and v.ndim > 2
-        }
+        wide = {k: v for k, v in {**dict(enumerate(args)), **kwargs}.items() if isinstance(v, Tensor) and v.ndim > 2}
+        record.biases = {k: v for k, v in wide.items() if v.is_floating_point() or v.dtype == torch.bool}
         record.cached |= any(v is not None and "past" in k for k, v in kwargs.items())
         if args and isinstance(args[0], Tensor) and args[0].requires_grad:
             for attention in self.attentions:
@@ -202,9 +190,8 @@ class Tracer(TorchFunctionMode):
 
     def _new_attention(self, result: Tensor, heads: HeadSlices | None, **about: Any) -> AttentionCall:
         """Record a computation of attention by the module that runs now."""
-        attention = AttentionCall(
-            self._attention_module(), tuple(self.running), result, heads or HeadSlices.along(1, 0), **about
-        )
+        module, heads = self._attention_module(), heads or HeadSlices.along(1, 0)
+        attention = AttentionCall(module, tuple(self.running), result, heads, **about)
         self.attentions.append(attention)
         return attention
 
