@@ -175,11 +175,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     assert store.folder is not None
     content = runs.RunFolder(store.folder / "content")
     result_name = f"{store.folder.name} {[*also, *config.exports]}"
-
-    def was_published() -> bool:
-        return folder.store().known("published") == result_name and not content.path.exists()
-
-    if current().first("published before", was_published):
+    if current().first("published before", partial(was_published, folder, content, result_name)):
         return documents.Metrics.read(folder.metrics_path)  # this command was killed while it moved its files
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
     trials = search.trials_of(scene, config, store)
@@ -294,6 +290,11 @@ def store_of(folder: runs.RunFolder, name: str, scene: Scene, *facts: Any, say: 
     parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
     device = model_device(scene.model).type
     return folder.store(say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
+
+
+def was_published(folder: runs.RunFolder, content: runs.RunFolder, name: str) -> bool:
+    """Whether this result is the last that was put here, by a command that was killed since."""
+    return folder.store().known("published") == name and not content.path.exists()
 
 
 def publish(folder: runs.RunFolder, content: runs.RunFolder, name: str = "") -> None:

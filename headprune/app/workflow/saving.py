@@ -64,9 +64,10 @@ def save(scene: Scene, model: nn.Module, path: Path, tolerance: float, **about: 
 
 def load(scene: Scene, path: Path) -> nn.Module:
     """A saved model, for the run to measure."""
-    places = placing_of(scene.options.loading) or {"device": model_device(scene.model)}
-    trusted = scene.options.loading.trust_remote_code  # what is in the folder came with the dense model
-    model = checkpoint.load(path, **places, as_saved=True, trust_remote_code=trusted)
+    loading = scene.options.loading
+    places = placing_of(loading.device_map, loading.device_memory) or {"device": model_device(scene.model)}
+    # What is in the folder came with the dense model.
+    model = checkpoint.load(path, **places, as_saved=True, trust_remote_code=loading.trust_remote_code)
     if scene.loaded.stored is not None:
         widen(model)
     return model
