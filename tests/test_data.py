@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
@@ -390,7 +391,7 @@ def test_splits_may_order_their_classes_differently(tmp_path: Path) -> None:
         assert [f["labels"] for f in part.features] == [names[row % 2] for row in part.rows]
 
 
-def test_folders_of_images_go_by_name(tmp_path: Path) -> None:
+def test_folders_of_images_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import Image
 
     for n, name in enumerate(("cat", "dog")):
@@ -404,8 +405,13 @@ def test_folders_of_images_go_by_name(tmp_path: Path) -> None:
     )  # fmt: skip
     processor = tf.ViTImageProcessor(size={"height": 8, "width": 8}, do_normalize=False)
     loaded = loaded_as(tf.ViTForImageClassification(config), "image-classification", processor)
-    features = [f for part in three(parts_of(loaded, tmp_path / "images")) for f in part.features]
+    parts = parts_of(loaded, tmp_path / "images")
+    features = [f for part in three(parts) for f in part.features]
     assert [f["labels"] for f in features] == [int(f["pixel_values"][0].max() <= 0.5) for f in features]
+    shutil.copytree(tmp_path / "images", tmp_path / "train")
+    monkeypatch.chdir(tmp_path)
+    (also,) = load_also(DataOptions("images", also=("train",)), loaded, parts).also
+    assert isinstance(also.features, list)  # encoded once: a name makes no second dataset one to train on
 
 
 # -- to train on ------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_few_frames_lie_between_prune_and_the_solver(
         codes = [frame.f_code for frame, _ in walk_stack(None)]
         own = [code for code in codes if code.co_filename.startswith(HOUSE) and code.co_name[0] != "<"]
         names = tuple(f"{Path(code.co_filename).stem}.{code.co_name}" for code in own)
-        chains.add(names[: names.index("prune.prune") + 1][::-1])  # comprehensions are part of their function
+        chains.add(names[: names.index("pruning.prune") + 1][::-1])  # comprehensions are part of their function
         return solve(*arguments, **more)
 
     monkeypatch.setattr(torch.linalg, "solve", counting)

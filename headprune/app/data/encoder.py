@@ -64,7 +64,6 @@ class Encoder:
     ) -> None:
         self.encoding, self.options, self.splits, self.labelled = encoding, options, splits, labelled
         self.model, self.config, self.processor = loaded.model, loaded.config, loaded.processor
-        self.modality = loaded.task.modality
         self.columns: dict[str, str] = {}
         features = next(iter(splits.values())).features
         for what, usual in encoding.columns.items():

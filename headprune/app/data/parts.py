@@ -143,7 +143,7 @@ def load_train(options: DataOptions, loaded: LoadedModel, parts: DataParts, limi
     used = {row for part in held_out if part.split == split for row in part.rows}
     seen = {key for part in (*held_out, *parts.also) for key in part.inputs}
     rows = (row for row in shuffle(len(splits[split]), options.seed) if row not in used)
-    part = _encode(encoder, "train", split, rows, seen, limit)
+    part = _encode(encoder, "train", split, rows, seen, limit, on_demand=loaded.task.modality != "text")
     scored = len(set(part.rows) & set(parts.score.rows))
     first = f"{len(part):,} examples to train on ({split}), of which {scored:,} also scored the heads."
     return part, [first, *_notes_on(encoder, part)]
@@ -196,21 +196,20 @@ def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: DataPa
 
 
 def _encode(
-    encoder: Encoder, name: str, split: str, rows: Iterable[int], seen: set[str], limit: int | None = None
-) -> Part:
+    encoder: Encoder, name: str, split: str, rows: Iterable[int], seen: set[str], limit: int | None = None, on_demand: bool = False
+) -> Part:  # fmt: skip
     """The part of a split's rows that can be used and whose input is not in ``seen``.
-
-    Of images and sounds to train on a hash of the features is kept, and a row is encoded again each time it is read.
 
     Args:
         limit: Rows, at most; no more are read.
+        on_demand: Keep a hash of the features, and encode a row again each time it is read.
 
     Raises:
         HeadPruneError: A row that cannot be read; or no row can be used.
     """
     kept, inputs, features = list[int](), list[str](), list[Any]()
     left_out, shortened = Counter[str](), 0
-    data, on_demand = encoder.splits[split], name == "train" and encoder.modality != "text"
+    data = encoder.splits[split]
     encoder.read(data.features)
     for row in rows:
         if len(kept) == limit:
