@@ -178,8 +178,8 @@ class Strategy:
 
 STRATEGIES: dict[str, Strategy] = {}
 AUTO = "auto"
-_ABOUT = "Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used."
 """What a search does by default: it is no strategy, but makes several orders and takes the best (`headprune.plan_search`)."""
+_ABOUT = "Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used."
 
 
 def abouts() -> dict[str, str]:

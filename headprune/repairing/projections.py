@@ -228,8 +228,9 @@ def bias_of(projection: Any) -> Tensor | None:
 
 def _not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:
     """Why a module's weights cannot be replaced; empty if they can."""
-    weight = projection._parameters.get("weight")  # not made of others, as an adapter's
-    plain = weight is not None and weight.ndim == 2 and weight.is_floating_point()
+    # Its own, and not made of others, as an adapter's.
+    weight: Any = projection.weight if "weight" in projection._parameters else None
+    plain = isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
     if not plain or (weight.is_meta and not is_elsewhere(projection, "weight")):
         return "is no plain linear layer in memory"
     return "shares them with another module" if len(owners.get(_storage_of(projection), ())) > 1 else ""
