@@ -1,13 +1,14 @@
 """Whether repair keeps the right steps: its decision against what every step does to thousands of unseen examples.
 
-    python benchmarks/repair_steps.py --json steps.json            # both models; an interrupted run goes on
+    python benchmarks/repair_steps.py --json steps.json            # all five models; an interrupted run goes on
     python benchmarks/repair_steps.py --json steps.json --only digits
 
 Of each model, at four numbers of heads and for three draws of the examples, `headprune.repair` is given a scoring and a choosing part. Every
 step that it tries is measured on unseen examples too. A decision is right if the step is kept and the mean divergence (KL) from the
 dense model's answers fell there, or it is left out and it rose. Counted are the steps that change it by more than 5 %.
 
-The models: minilm-rt, where it is; the demo's ViT. The last line is one JSON document.
+The models: a ViT on images of glyphs, a GPT on a Markov chain with repetitions, and a BERT on texts of ten topics, all trained here on
+made-up data (a minute or two each, kept in .headprune/); the demo's ViT; minilm-rt, where it is. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,108 @@ DRAWS = 3
 MATTERS = 0.05  # of the divergence without the step: a change below is left uncounted
 
 
-SUBJECTS = {"digits": (320, (18, 12, 7, 4)), "minilm": (1024, (54, 36, 18, 9))}
-"""Scoring examples of a draw, and numbers of heads; draws have no scoring example in common."""
+# -- made-up data ------------------------------------------------------------------------------
+
+
+def glyphs(count: int, seed: int) -> Batch:
+    """Images ``[count, 1, 16, 16]`` of one of ten glyphs somewhere, half of another one, and noise."""
+    g = torch.Generator().manual_seed(seed)
+    shapes = (torch.rand(10, 7, 7, generator=torch.Generator().manual_seed(7)) < 0.5).float()
+    labels, others = torch.randint(0, 10, (2, count), generator=g)
+    images = 0.3 * torch.randn(count, 1, 16, 16, generator=g)
+    places = torch.randint(0, 10, (count, 4), generator=g).tolist()
+    for image, label, other, (x, y, a, b) in zip(images, labels, others, places, strict=True):
+        image[0, a : a + 3, b : b + 7] += shapes[other, :3]
+        image[0, x : x + 7, y : y + 7] += shapes[label]
+    return {"pixel_values": images, "labels": labels}
+
+
+def topics(count: int, seed: int) -> Batch:
+    """Texts ``[count, 24]`` of words that vote for one of ten topics; a word behind "not" votes for the topic five further."""
+    g = torch.Generator().manual_seed(seed)
+    topic = torch.randint(0, 10, (count,), generator=g)
+    other = torch.randint(0, 10, (count, 24), generator=g)
+    spoken = torch.where(torch.rand(count, 24, generator=g) < 0.45, topic[:, None], other)
+    negated = torch.rand(count, 24, generator=g) < 0.25
+    negated[:, 0] = False
+    word = 10 + torch.where(negated, (spoken + 5) % 10, spoken) * 8 + torch.randint(0, 8, (count, 24), generator=g)
+    word[:, :-1][negated[:, 1:]] = 2  # "not"
+    mask = (torch.arange(24) < torch.randint(10, 25, (count, 1), generator=g)).long()
+    return {"input_ids": word * mask, "attention_mask": mask, "labels": topic}
+
+
+def chains(count: int, seed: int) -> Batch:
+    """Sequences ``[count, 48]`` of a Markov chain of second order over 24 tokens, in which a stretch is repeated."""
+    g = torch.Generator().manual_seed(seed)
+    chances = torch.softmax(3 * torch.randn(24, 24, 24, generator=torch.Generator().manual_seed(5)), -1)
+    tokens = torch.randint(0, 24, (count, 48), generator=g)
+    for t in range(2, 48):
+        tokens[:, t] = torch.multinomial(chances[tokens[:, t - 2], tokens[:, t - 1]], 1, generator=g)[:, 0]
+    for row, a, b in zip(tokens, *torch.randint(0, 12, (2, count), generator=g).tolist(), strict=True):
+        row[24 + b : 36 + b] = row[a : a + 12].clone()
+    return {"input_ids": tokens, "labels": tokens}
+
+
+# -- models ------------------------------------------------------------------------------------
+
+_USUAL = {"initializer_range": 0.1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 10}
+MADE_UP: dict[str, tuple[Callable[[int, int], Batch], int, Callable[[], Any]]] = {
+    "vit": (glyphs, 1024, lambda: tf.ViTForImageClassification(tf.ViTConfig(
+        image_size=16, num_channels=1, patch_size=4, num_hidden_layers=4, num_attention_heads=6, hidden_size=96,
+        intermediate_size=192, **_USUAL))),
+    "bert": (topics, 512, lambda: tf.BertForSequenceClassification(tf.BertConfig(
+        vocab_size=90, hidden_size=64, num_attention_heads=4, num_hidden_layers=6, intermediate_size=128, max_position_embeddings=24,
+        **_USUAL))),
+    "gpt": (chains, 128, lambda: tf.GPT2LMHeadModel(tf.GPT2Config(
+        vocab_size=24, n_positions=48, n_embd=64, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0))),
+}  # fmt: skip
+"""What makes the data, scoring examples (as many choose), and the model."""
+KEEPS = {
+    "vit": (18, 12, 7, 4), "bert": (16, 12, 8, 4), "gpt": (12, 8, 5, 3), "digits": (18, 12, 7, 4), "minilm": (54, 36, 18, 9),
+}  # fmt: skip
+COUNTS = {"digits": 320, "minilm": 1024}
+"""Scoring examples of a draw; draws have none in common."""
+
+
+def split(batch: Batch, size: int = 64) -> list[Batch]:
+    """In batches of ``size``."""
+    return [{k: v[i : i + size] for k, v in batch.items()} for i in range(0, len(batch["labels"]), size)]
+
+
+def trained(name: str, steps: int = 3000) -> nn.Module:
+    """Trained on made-up data, unless an earlier run did."""
+    make, _, build = MADE_UP[name]
+    torch.manual_seed(0)
+    model, path = build(), Path(".headprune") / "steps" / f"{name}.pt"
+    if path.is_file():
+        model.load_state_dict(torch.load(path))
+        return model.eval()
+    say(f"training {name}")
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    batches = split(make(32768, 10**6))  # some six times: trained models know theirs
+    model.train()
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(**batches[step % len(batches)]).loss.backward()
+        optimizer.step()
+        schedule.step()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), path)
+    return model.eval()
+
+
+def subject(name: str) -> tuple[nn.Module, Callable[[int], tuple[list[Batch], list[Batch], list[Batch]]]]:
+    """The model; of a draw's number the scoring and the choosing part, and unseen examples."""
+    if name in COUNTS:
+        loaded, parts = real.load(name, batch_size=64)
+        choose, unseen = list(parts.choose.batches()), list(parts.report.batches())
+        return loaded.model, lambda draw: (real.drawn(parts.score, draw, COUNTS[name]), choose, unseen)
+    make, size, _ = MADE_UP[name]
+    others = split(make(2000 if name == "gpt" else 4000, 3), 100)
+    return trained(name), lambda draw: (split(make(size, 100 + draw)), split(make(size, 200 + draw)), others)
+
 
 # -- measuring ---------------------------------------------------------------------------------
 
@@ -55,27 +156,12 @@ class Both(Fidelity):
         return found
 
 
-def cases(name: str, model: nn.Module, parts: Any, draw: int, quick: bool) -> Iterator[dict[str, Any]]:
+def cases(name: str, model: nn.Module, draw: int, parts: Sequence[list[Batch]]) -> Iterator[dict[str, Any]]:
     """Every step that repair tries, at every number of heads."""
-    count, keeps = SUBJECTS[name]
-    score, choose, unseen = (
-        real.drawn(parts.score, draw, count),
-        list(parts.choose.batches()),
-        list(parts.report.batches()),
-    )
-    if quick:
-        score, choose, unseen = score[:2], choose[:2], unseen[:2]
+    score, choose, unseen = parts
     layers = hp.find_attention(model, {k: v for k, v in score[0].items() if k != "labels"})
-    plans = hp.search(
-        model,
-        score[:8],
-        list(keeps),
-        choose=choose[:2],
-        strategy="compensated",
-        effort="low",
-        layers=layers,
-        scores=(),
-    )
+    look = {"strategy": "compensated", "effort": "low", "scores": ()}
+    plans = hp.search(model, score[:8], list(KEEPS[name]), choose=choose[:2], layers=layers, **look)
     calibration = calibrate(model, layers, score)
     there = Fidelity(model, unseen)
     for plan in plans:
@@ -103,23 +189,24 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where every step is added, one JSON document a line")
-    parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), help="these models")
+    parser.add_argument("--only", nargs="+", choices=list(KEEPS), help="these models")
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--quick", action="store_true", help="a few batches, to try this script")
     options = parser.parse_args()
     torch.set_num_threads(1)
     tf.utils.logging.set_verbosity_error()
     rows = [json.loads(line) for line in options.json.read_text().splitlines()] if options.json.is_file() else []
-    for name in options.only or SUBJECTS:
+    for name in options.only or KEEPS:
         try:
-            loaded, parts = real.load(name, batch_size=64)
+            model, drawn = subject(name)
         except LeftOutError as error:
             say(f"{name}: {error}")
             continue
         for draw in range(options.draws):
             if any((r["model"], r["draw"]) == (name, draw) for r in rows):
                 continue
-            found = list(cases(name, loaded.model, parts, draw, options.quick))
+            parts = [part[:2] if options.quick else part for part in drawn(draw)]
+            found = list(cases(name, model, draw, parts))
             rows += found
             with options.json.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in found)

@@ -32,11 +32,7 @@ __all__ = ["Proof", "Removal", "answers", "mask", "prune", "remove"]
 
 @contextmanager
 def mask(
-    model: nn.Module,
-    plan: Plan,
-    example: Example | None = None,
-    *,
-    layers: Sequence[AttentionLayer] | None = None,
+    model: nn.Module, plan: Plan, example: Example | None = None, *, layers: Sequence[AttentionLayer] | None = None
 ) -> Iterator[None]:
     """Switch heads off while the context lasts: their output is 0.
 
