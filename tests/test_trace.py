@@ -127,6 +127,7 @@ class Router(nn.Module):
 
 @pytest.mark.parametrize(("model", "example", "message"), [
     (Router(), X, "no softmax attention"), (nn.Linear(WIDTH, 4), X, "no softmax attention"),
+    (nn.Sequential(Attention(), torch.jit.script(nn.LayerNorm(WIDTH))), X, "1 .RecursiveScriptModule. is TorchScript"),
     (bert()[0], {"pixel_values": X}, "does not run on the example"), (Attention(), X[..., :7], "does not run on the example"),
     (nn.Linear(2, 2), None, "not known what Linear takes"), ("gpt2", X, "not a torch.nn.Module"),
 ])  # fmt: skip

@@ -57,7 +57,7 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
             inference mode; or there is no example, and none can be made up.
     """
     check_weights(model)
-    _check_stand_ins(model)
+    _check_visible(model)
     if example is None:
         example = example_for(model)
     device = model_device(model)
@@ -112,12 +112,16 @@ def _trace(model: nn.Module, example: Example, *, buffers: bool) -> list[Attenti
     return read_layers(tracer)
 
 
-def _check_stand_ins(model: nn.Module) -> None:
-    """Refuse modules whose stand-ins would have to share weights that a hook loads.
+def _check_visible(model: nn.Module) -> None:
+    """Refuse what cannot be looked into: TorchScript, and modules whose stand-ins would have to share weights that a hook loads.
 
     Raises:
         HeadPruneError: There is one.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            message = f"{name or 'The model'} ({type(module).__name__}) is TorchScript, in which no head can be seen."
+            raise HeadPruneError(message, "Give the model as it was before torch.jit.script or torch.jit.trace.")
     for name, module in model.named_modules() if is_offloaded(model) else ():
         if any(hook_of(part) is not None for part in module.modules()) and convert(module) is not None:
             message = f"{name} ({type(module).__name__}) is replaced by a stand-in that shares its weights, and Accelerate keeps these elsewhere."
