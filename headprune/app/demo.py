@@ -54,7 +54,12 @@ def prepare(home: Path, progress: Callable[[int, int], None]) -> tuple[Path, Pat
     order = np.random.default_rng(0).permutation(len(digits.target))  # always the same one
     images, labels = digits.images[order].astype("uint8"), digits.target[order].astype(int)
     _write_data(data_path, images, labels)
-    model, processor, accuracy = _train(images, labels, progress)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # with another number sums are rounded otherwise: the trained model would be another one
+    try:
+        model, processor, accuracy = _train(images, labels, progress)
+    finally:
+        torch.set_num_threads(threads)
     if accuracy < 0.96:
         raise HeadPruneError(f"The demo's ViT reached only {accuracy:.1%} on the test digits.", "Please report this.")
     checkpoint.save(model, model_path, processor=processor, overwrite=True, about={"task": "image-classification"})
@@ -86,8 +91,6 @@ def _write_data(path: Path, images: Any, labels: Any) -> None:
 def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tuple[Any, Any, float]:
     """The trained ViT, its image processor and its test accuracy: AdamW, one-cycle learning rate, images shifted by up to a pixel."""
     torch.manual_seed(_RECIPE["seed"])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with another number sums are rounded otherwise: the trained model would be another one
     names = {d: str(d) for d in range(10)}
     config = transformers.ViTConfig(**_RECIPE["config"], id2label=names, label2id={v: k for k, v in names.items()})
     model = transformers.ViTForImageClassification(config)
@@ -112,7 +115,6 @@ def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tu
         optimizer.step()
         schedule.step()
         progress(step + 1, steps)
-    torch.set_num_threads(threads)
     model.eval()
     with torch.inference_mode():
         test = slice(_TRAIN + _VALIDATION, None)

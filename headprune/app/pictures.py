@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from headprune.files import write_file
 
-Drawing = Any
-"""A figure of matplotlib, which is imported only where one is drawn."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # imported only where one is drawn
+
+Drawing: TypeAlias = "Figure"
 
 _COLOURS = 256  # of a PNG: two thirds fewer bytes, and no difference to the eye
 _SIDE = 96  # pixels that an image of a document has, about

@@ -141,14 +141,27 @@ def _gain(pair: verdict.AgainstRandom, metric: str) -> str:
     return f" ({against}: {numbers.change(change, metric).replace(' (', ', ')}" if change else f" ({against})"
 
 
+def usage(run: Run, metrics: Metrics) -> str:
+    """What to type to get a model as it was measured: with headprune, and with transformers alone."""
+    result = verdict.judge(metrics)
+    budget, which = result.budget, "it" if result.recommended or len(metrics.budgets) == 1 else "one"
+    own = code(f"import headprune; model = {loading(run, budget)}")
+    if budget.runs_code:  # transformers alone would build the class from the model's own code, with all heads
+        return f"To use {which}: {own}."
+    native = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
+    other = native or "from_pretrained(folder, trust_remote_code=True)"
+    other = f'{other.removesuffix(")")}, dtype="float32")' if _widened(run, budget) else other
+    return f"To use {which}: {own}, or without headprune, with the same folder, transformers' {code(other)}."
+
+
 def loading(run: Run, budget: BudgetResult) -> str:
     """The call that loads a budget's model as it was measured."""
     folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
-    trust, widen = ", trust_remote_code=True" * budget.runs_code, ".float()" * widened(run, budget)
+    trust, widen = ", trust_remote_code=True" * budget.runs_code, ".float()" * _widened(run, budget)
     return f"headprune.load({json.dumps(folder, ensure_ascii=False)}{trust}){widen}"
 
 
-def widened(run: Run, budget: BudgetResult) -> bool:
+def _widened(run: Run, budget: BudgetResult) -> bool:
     """Whether a model is saved in half precision, but was measured in float32."""
     return bool(budget.dtype) and budget.dtype != run.model.dtype == "float32"
 
