@@ -27,7 +27,8 @@ class DenseAnswers:
 
     What is fitted of one vector of logits an example are the differences between classes (for a head that gives several labels
     at once, or numbers, the logits themselves). Where these are many, some directions among them, others for every example.
-    Where there are mixtures of the examples (`headprune.repairing.examples`), they take the examples' place.
+    Where there are mixtures of the examples (`headprune.repairing.examples`), they take the examples' place; or, where there is room
+    for both, stand beside them.
 
     Attributes:
         runner: The model, and all examples.
@@ -61,28 +62,36 @@ class DenseAnswers:
 def dense_answers(runner: Runner) -> DenseAnswers | str:
     """The answers of the model as it is now, which must be the dense one, to all examples or, of many, to some; or why there are none."""
     mixed = [len(runner.batches) + i for i, each in enumerate(runner.mixtures) if each.shift == 1]
+    own = list(range(len(runner.batches)))
     enough = 2 * sum(len(runner.numbers(i)) for i in mixed) >= runner.examples
-    every = mixed if enough else list(range(len(runner.batches)))
-    most = max(1, MOST_ROWS // max(len(runner.numbers(i)) for i in every))
-    count = min(len(every), most)
-    # Batches often come sorted by length: some from everywhere.
-    taken = [every[i * len(every) // count] for i in range(count)]
-    batches, folds = [runner.everything[i] for i in taken], torch.cat([runner.fold(i) for i in taken])
-    numbers = torch.cat([runner.numbers(i) for i in taken])
+    taken = _some(runner, mixed if enough else own)
     try:
-        known = _answers(runner, batches)
+        known = _answers(runner, taken)
+        classes = known[0].shape[1]
+        basis = _basis(classes, gives_several(runner.model) or regresses(runner.model) or classes == 1)
+        if (
+            enough and 2 * runner.examples * directions(len(basis), runner.examples) <= MOST_ROWS
+        ):  # there is room for both
+            known, taken = _answers(runner, own) + known, own + taken
     except HeadPruneError as error:
         return f"{_NOT}: {error.args[0]}"
     if not all(bool(each.isfinite().all()) for each in known):
         return f"{_NOT}: the dense model's are not all finite."
-    examples, classes = sum(map(len, known)), known[0].shape[1]
-    basis = _basis(classes, gives_several(runner.model) or regresses(runner.model) or classes == 1)
+    batches, folds = [runner.everything[i] for i in taken], torch.cat([runner.fold(i) for i in taken])
+    numbers, examples = torch.cat([runner.numbers(i) for i in taken]), sum(map(len, known))
     some = directions(len(basis), examples)
     # Drawn once, so that an example's directions do not depend on the batch that it is in.
     noise = torch.randn(examples, len(basis), some, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     left_out = block_of(numbers) if enough else numbers  # of a block are mixed with one another only
     by_batch = torch.split(noise, [len(each) for each in known])
     return DenseAnswers(runner, batches, folds, left_out, known, basis, by_batch)
+
+
+def _some(runner: Runner, every: Sequence[int]) -> list[int]:
+    """Batches of `Runner.everything` that are fitted to, of these: so many that there are at most `MOST_ROWS` examples."""
+    count = min(len(every), max(1, MOST_ROWS // max(len(runner.numbers(i)) for i in every)))
+    # Batches often come sorted by length: some from everywhere.
+    return [every[i * len(every) // count] for i in range(count)]
 
 
 def directions(every: int, examples: int) -> int:
@@ -102,8 +111,9 @@ def logits_by_example(runner: Runner, output: object, batch: Any) -> Tensor:
     return logits
 
 
-def _answers(runner: Runner, batches: Sequence[Any]) -> list[Tensor]:
-    """Of the model as it is now, ``[examples, classes]`` by batch."""
+def _answers(runner: Runner, taken: Sequence[int]) -> list[Tensor]:
+    """To batches of `Runner.everything`, of the model as it is now: ``[examples, classes]`` by batch."""
+    batches = [runner.everything[i] for i in taken]
     with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
         tasks = [partial(_logits, runner, batch) for batch in batches]
         logits = runner.share("answers", tasks, batches)

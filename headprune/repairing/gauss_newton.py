@@ -1,7 +1,8 @@
 """The last step of a repair: output projections moved together, so that the model's answers come nearer to the dense model's.
 
 A layer's fit does not know what the other layers' errors add up to; this does. It takes three passes or more, so plans are compared
-without. The weights move along the few thousand coordinates that the answers' gradients are longest along.
+without. The weights move along the coordinates that the answers' gradients are longest along: a few thousand, or more where an answer is
+looked at along one direction only (of two classes there is but one, and its gradients need them).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from headprune.repairing.projections import OutputProjection, at
 from headprune.repairing.results import AnswersRepair, LeftOut, RepairWeights
 from headprune.repairing.runner import Seen
 
-MOST = 4096  # coordinates, of all projections together
+_MOST = 1 << 12  # coordinates, of all projections together, where an answer is looked at along several directions
+_MOST_OF_ONE = 1 << 16  # and along one
 _WIDEST = 256  # eigenvectors of a projection's inputs, and of its outputs, that products are taken of
 _MOST_GRADIENTS = 1 << 28  # bytes of gradients at once
 
@@ -75,7 +77,7 @@ class Coordinates:
             yield torch.einsum("nti,pnto->npio", some @ left, own @ right).flatten(0, 1)
 
 
-def longest(parts: Sequence[Parts], most: int = MOST) -> Coordinates:
+def longest(parts: Sequence[Parts], most: int) -> Coordinates:
     """The coordinates that some examples' gradients are longest along.
 
     In the Kronecker-factored eigenbasis (George et al. 2018, arXiv:1806.03884): products of eigenvectors of the second moments
@@ -117,7 +119,8 @@ STRENGTHS = tuple(10 ** (i / 2) for i in range(-8, 5))  # of the mean squared le
 _START = 10**-0.5  # the strength that is tried first
 _GAIN = 0.999  # of the error there was, at most: less gain may be rounding
 _ROUNDED = 1e-2  # strengths below it need float64
-_MOST_TRIED = 1024  # rows that strengths are compared on
+_MOST_TRIED = 1024  # rows that strengths are compared on, where an example has several
+_AT_ONCE = 1 << 12  # coordinates that are widened to float64; of rows, which are long, a sixteenth
 _MOST_KEPT = 1 << 28  # bytes of inputs and slopes that coordinates are chosen by: some hundred examples serve
 _NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 
@@ -143,17 +146,19 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
                 return f"The answers are not fitted as a whole: {error.args[0]}"
         if step is None:
             return _NO_GAIN
-    changes, facts, on_fold = step
+    return _taken(start, *step, part=1.0)
 
-    def taken(part: float) -> RepairWeights:
-        return replace(
-            start.moved(changes, part),
-            answers=replace(facts, part=part),
-            on_fold=lambda fold: start.moved(on_fold(fold), part),
-            taken=taken,
-        )
 
-    return taken(1.0)
+def _taken(
+    start: RepairWeights, changes: Changes, facts: AnswersRepair, on_fold: Callable[[int], Changes], part: float
+) -> RepairWeights:
+    """The step, or a part of it. (No closure that knows itself: gradients must go as soon as nobody wants them.)"""
+    return replace(
+        start.moved(changes, part),
+        answers=replace(facts, part=part),
+        on_fold=lambda fold: start.moved(on_fold(fold), part),
+        taken=partial(_taken, start, changes, facts, on_fold),
+    )
 
 
 def gauss_newton(
@@ -163,7 +168,7 @@ def gauss_newton(
 
     Minimised is ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is what example i's answer lacks of the dense
     model's, J_i its gradient with respect to all of these weights, d their change, v the mean squared length of a row
-    of J. d is sought along the few thousand directions in which J is longest (`headprune.repairing.gauss_newton`). With fewer
+    of J. d is sought along the coordinates in which J is longest (`longest`). With fewer
     answers than these it is solved for one number per answer (kernel ridge regression with the neural tangent kernel;
     Saunders et al. 1998, Jacot et al. 2018, arXiv:1806.07572), and the strength is the best by leaving out each example
     in turn, in closed form.
@@ -183,9 +188,9 @@ def gauss_newton(
     def on_fold(fold: int) -> Changes:
         own = answers.folds == fold
         rows = gradients.view(len(lacking), -1, gradients.shape[1])[own].flatten(0, 1)
-        unit = float(gradients.square().sum(1).mean())
+        unit = _unit(gradients)
         _, alpha = _left_out(_products(rows / unit**0.5), lacking[own].flatten(), [], strength)
-        return _weights(coordinates.matrices(rows.T.double() @ alpha / unit), places)
+        return _weights(coordinates.matrices(_sum(rows, alpha) / unit), places)
 
     facts = AnswersRepair(before, held_out, strength, len(lacking))
     return _weights(coordinates.matrices(change), places), facts, on_fold
@@ -211,7 +216,7 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
         size = sum(t.numel() * t.element_size() for own in kept.values() for pair in own.values() for t in pair)
         if size > _MOST_KEPT:
             break
-    coordinates = longest(list(kept.values()))
+    coordinates = longest(list(kept.values()), _MOST_OF_ONE if answers.count == 1 else _MOST)
     rows = {j: coordinates.of(own) for j, own in kept.items()}
     rest = order[len(kept) :]
     kept.clear()
@@ -249,8 +254,8 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
     """Kernel ridge regression, its strength the best by leaving out each group of examples in turn.
 
     With A the gradients' inner products and the ridge, and y what is lacking, a group's error when it is left out is
-    ``(A⁻¹)_gg⁻¹ (A⁻¹ y)_g`` (the block form of Allen's PRESS, 1974). Strengths are compared on some of the groups, where these are many:
-    the best one does not depend on how many there are.
+    ``(A⁻¹)_gg⁻¹ (A⁻¹ y)_g`` (the block form of Allen's PRESS, 1974). Strengths are compared on some of the groups, where these are many
+    and examples have several rows.
 
     Args:
         gradients: ``[rows, coordinates]``, the rows being an example's directions, example by example.
@@ -261,10 +266,11 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
         The change ``[coordinates]`` in float64, the strength, and the root mean squared error on what was left out; None
         where no strength does better than nothing.
     """
-    wanted, unit = lacking.flatten(), float(gradients.double().square().sum(1).mean())
+    wanted, unit = lacking.flatten(), _unit(gradients)
     kernel = _products(gradients / unit**0.5)
     groups = _rows_of_groups(left_out, lacking.shape[1])
-    some = [own[:: -(-len(wanted) // _MOST_TRIED)] for own in groups]
+    apart = -(-len(wanted) // _MOST_TRIED) if lacking.shape[1] > 1 else 1
+    some = [own[::apart] for own in groups]
     chosen = torch.cat([own.flatten() for own in some])
     of_chosen = torch.split(torch.arange(len(chosen)), [own.numel() for own in some])
     tried = [at.view_as(own) for at, own in zip(of_chosen, some, strict=True)]
@@ -273,7 +279,17 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
     least, alpha = _left_out(kernel, wanted, groups, strength)
     if not least < _GAIN * _root(lacking):
         return None
-    return gradients.T.double() @ alpha / unit, strength, least
+    return _sum(gradients, alpha) / unit, strength, least
+
+
+def _unit(rows: Tensor) -> float:
+    """Mean squared length, summed in float64."""
+    return float(torch.cat([some.double().square().sum(1) for some in rows.split(_AT_ONCE // 16)]).mean())
+
+
+def _sum(rows: Tensor, alpha: Tensor) -> Tensor:
+    """Of rows times ``alpha [rows]``, ``[coordinates]`` in float64."""
+    return torch.cat([some.T.double() @ alpha for some in rows.split(_AT_ONCE, dim=1)])
 
 
 def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength: float) -> tuple[float, Tensor]:
