@@ -284,12 +284,12 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
 
 def _unit(rows: Tensor) -> float:
     """Mean squared length, summed in float64."""
-    return float(torch.cat([some.double().square().sum(1) for some in rows.split(_AT_ONCE // 16)]).mean())
+    return float(torch.cat([some.double().square().sum(1) for some in torch.split(rows, _AT_ONCE // 16)]).mean())
 
 
 def _sum(rows: Tensor, alpha: Tensor) -> Tensor:
     """Of rows times ``alpha [rows]``, ``[coordinates]`` in float64."""
-    return torch.cat([some.T.double() @ alpha for some in rows.split(_AT_ONCE, dim=1)])
+    return torch.cat([some.T.double() @ alpha for some in torch.split(rows, _AT_ONCE, dim=1)])
 
 
 def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength: float) -> tuple[float, Tensor]:
