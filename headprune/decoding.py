@@ -65,7 +65,8 @@ def benchmark_generation(
     if not writes(dense) or not isinstance(example, Mapping):
         return None
     prompt = _prompt(dense, example)
-    most = getattr(dense.config, "max_position_embeddings", None) or 10**9
+    config: Any = dense.config
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
     tokens = prompt["decoder_input_ids" if is_encoder_decoder(dense) else "input_ids"]
     new = min(new, most - tokens.shape[1])
     sizes = {name: latency.cache_bytes(model, prompt) for name, model in models.items()}

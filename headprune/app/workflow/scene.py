@@ -12,7 +12,7 @@ from torch import nn
 from headprune import latency
 from headprune.app.data import DataOptions, DataParts, load_parts
 from headprune.app.documents import Cut, Examples
-from headprune.app.models import LoadedModel, load_model, numbers_given
+from headprune.app.models import LoadedModel, load_model, numbers_given, positions_of
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import placed
@@ -116,8 +116,7 @@ def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
     lengths: list[int | None] = [None]
     if scene.loaded.task.modality == "text" and scene.loaded.task.name != "seq2seq":
         typical = latency.example_shape(scene.typical_input())[1]
-        limit = getattr(scene.model.config, "max_position_embeddings", None) or 10**6
-        longer = min(4 * typical, limit - 2)  # RoBERTa's positions begin at 2
+        longer = min(4 * typical, positions_of(scene.model) or 4 * typical)
         lengths = [typical, longer] if longer > typical else [typical]
     return [(size, length) for length in lengths for size in sizes]
 
