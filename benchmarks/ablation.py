@@ -11,7 +11,6 @@ beside the checkout (``--minilm`` names another folder); without it the parts th
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 import warnings
@@ -20,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.filterwarnings("ignore")
 
 import real
@@ -32,8 +30,6 @@ from torch.nn.functional import cross_entropy
 
 import headprune as hp
 from headprune.scoring import Settings
-
-ROOT = Path(__file__).parents[1]
 
 
 def in_turn(device: str, rounds: int, *runs: Callable[[], Any]) -> list[list[float]]:
@@ -150,7 +146,7 @@ PARTS = {"replayed": "Exact ablation, replayed", "few": "Ablation of few example
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--minilm", type=Path, default=ROOT.parent / "shared" / "real" / "minilm-rt")
+    parser.add_argument("--minilm", type=Path, default=real.MINILM)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -163,7 +159,7 @@ def main() -> None:
     text = "\n".join([*lines, f"`python benchmarks/ablation.py`, {versions}."])
     print(text)
     if given.only == list(PARTS) and given.device == "cpu":
-        replace_section(ROOT / "docs" / "benchmarks.md", "ablation", text)
+        replace_section(real.ROOT / "docs" / "benchmarks.md", "ablation", text)
 
 
 if __name__ == "__main__":

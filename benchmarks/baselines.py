@@ -33,6 +33,8 @@ from headprune.scoring.gradient import gate_gradients
 from headprune.scoring.scores import HeadScores
 
 Batch = Mapping[str, Any]
+Batches = Sequence[Batch]
+Layers = Sequence[AttentionLayer]
 KWON_BATCH = 32  # examples per gradient in Kwon's main.py
 FARTHEST = 10.0  # Kwon's rescaling stops for good at a factor beyond
 
@@ -52,7 +54,7 @@ class Baseline:
     neurons: dict[str, Tensor] = field(default_factory=dict)
 
 
-Run = Callable[[nn.Module, Sequence[Batch], Sequence[AttentionLayer], int, int], Baseline]
+Run = Callable[[nn.Module, Batches, Layers, int, int], Baseline]
 METHODS: dict[str, Run] = {}
 
 
@@ -67,7 +69,7 @@ def method(name: str) -> Callable[[Run], Run]:
 
 
 @contextmanager
-def applied(model: nn.Module, layers: Sequence[AttentionLayer], baseline: Baseline) -> Iterator[nn.Module]:
+def applied(model: nn.Module, layers: Layers, baseline: Baseline) -> Iterator[nn.Module]:
     """The model as the method leaves it, while the context lasts."""
     gates = zero_gates(baseline.drop, layers)
     for name, factors in baseline.heads.items():
@@ -91,11 +93,11 @@ class _Gradients:
     def __init__(self) -> None:
         self.saved = 0.0
         self._key: tuple[str, list[str]] | None = None
-        self._batches: Sequence[Batch] | None = None  # held, so that no other list takes its identity
+        self._batches: Batches | None = None  # held, so that no other list takes its identity
         self._found = torch.empty(0)
         self._seconds = 0.0
 
-    def __call__(self, model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer]) -> Tensor:
+    def __call__(self, model: nn.Module, batches: Batches, layers: Layers) -> Tensor:
         key = (fingerprint(model), [layer.name for layer in layers])
         if self._batches is batches and self._key == key:
             self.saved += self._seconds
@@ -114,7 +116,7 @@ class _Gradients:
 gradients = _Gradients()
 
 
-def unit_gradients(model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer]) -> Tensor:
+def unit_gradients(model: nn.Module, batches: Batches, layers: Layers) -> Tensor:
     """Gradients for one gate per unit, a head or a whole key/value group, since a unit is what goes: ``[examples, units]``.
 
     A group's gate moves all of its heads, so their gradients add up, signs and all: the mean of its heads' absolute values
@@ -126,12 +128,12 @@ def unit_gradients(model: nn.Module, batches: Sequence[Batch], layers: Sequence[
     )
 
 
-def by_layer(layers: Sequence[AttentionLayer], units: Tensor) -> tuple[Tensor, ...]:
+def by_layer(layers: Layers, units: Tensor) -> tuple[Tensor, ...]:
     """``[..., units]`` cut into each layer's."""
     return torch.split(units, [len(layer.units) for layer in layers], dim=-1)
 
 
-def least(layers: Sequence[AttentionLayer], scores: Tensor, keep: int) -> Heads:
+def least(layers: Layers, scores: Tensor, keep: int) -> Heads:
     """What goes when units are ranked by ``scores`` ``[units]`` over all layers."""
     values = {}
     for layer, part in zip(layers, by_layer(layers, scores.double()), strict=True):
@@ -142,7 +144,7 @@ def least(layers: Sequence[AttentionLayer], scores: Tensor, keep: int) -> Heads:
     return arrange(search, "one-shot", [keep], kinds=[GROUPS]).plan(keep).drop
 
 
-def normalised(layers: Sequence[AttentionLayer], scores: Tensor) -> Tensor:
+def normalised(layers: Layers, scores: Tensor) -> Tensor:
     """Each layer's scores divided by their L2 norm."""
     return torch.cat([part / (part.norm() + 1e-20) for part in by_layer(layers, scores)])
 
@@ -156,26 +158,20 @@ def shuffled(examples: Tensor, seed: int) -> Tensor:
 
 
 @method("random")
-def random(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
-) -> Baseline:
+def random(model: nn.Module, batches: Batches, layers: Layers, keep: int, seed: int) -> Baseline:
     """Heads drawn by ``seed``: the control of every comparison (Budhraja et al., EMNLP 2020, main.260)."""
     units = sum(len(layer.units) for layer in layers)
     return Baseline(least(layers, torch.rand(units, generator=torch.Generator().manual_seed(seed)), keep))
 
 
 @method("reverse")
-def reverse(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
-) -> Baseline:
+def reverse(model: nn.Module, batches: Batches, layers: Layers, keep: int, seed: int) -> Baseline:
     """The heads go that `michel` calls the most important: whatever does no worse than this shows that scores tell nothing."""
     return Baseline(least(layers, -unit_gradients(model, batches, layers).abs().mean(0), keep))
 
 
 @method("run_bertology")
-def run_bertology(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
-) -> Baseline:
+def run_bertology(model: nn.Module, batches: Batches, layers: Layers, keep: int, seed: int) -> Baseline:
     """transformers' examples/research_projects/bertology/run_bertology.py, its importance ranked once.
 
     Meant is Michel et al. (2019), equation (2). With the script's defaults a batch is one example, layers are divided by
@@ -188,15 +184,13 @@ def run_bertology(
     )
 
 
-def bertology_scores(slopes: Tensor, layers: Sequence[AttentionLayer]) -> Tensor:
+def bertology_scores(slopes: Tensor, layers: Layers) -> Tensor:
     """``sum_i |sum_(j <= i) g_j|`` of gradients ``[examples, units]`` in the order of the steps, normalised by layer."""
     return normalised(layers, slopes.cumsum(0).abs().sum(0))
 
 
 @method("Michel")
-def michel(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
-) -> Baseline:
+def michel(model: nn.Module, batches: Batches, layers: Layers, keep: int, seed: int) -> Baseline:
     """Michel et al. (2019, arXiv:1905.10650), equation (2): the mean of ``|dL_i/dxi_h|``, ranked once over all layers.
 
     Known flaw: heads are weighed one by one at the dense model, so of two that stand in for each other both seem to be
@@ -206,9 +200,7 @@ def michel(
 
 
 @method("Michel, layer L2")
-def michel_normalised(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
-) -> Baseline:
+def michel_normalised(model: nn.Module, batches: Batches, layers: Layers, keep: int, seed: int) -> Baseline:
     """`michel` with each layer's scores divided by their L2 norm (their section 4.1, after Molchanov et al. 2017).
 
     Known flaw: a layer that matters little as a whole keeps as many heads as any other.
@@ -220,9 +212,7 @@ def michel_normalised(
 
 
 @method("Kwon, Fisher")
-def kwon_fisher(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
-) -> Baseline:
+def kwon_fisher(model: nn.Module, batches: Batches, layers: Layers, keep: int, seed: int) -> Baseline:
     """Mask search of Kwon et al. (2022, arXiv:2204.09656): prune/fisher.py and search.py of WoosukKwon/retraining-free-pruning.
 
     The diagonal of the masks' Fisher information as the code takes it: the sum over batches of 32 of the squared gradient of
@@ -234,9 +224,7 @@ def kwon_fisher(
 
 
 @method("Kwon, Fisher + swap")
-def kwon_swapped(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
-) -> Baseline:
+def kwon_swapped(model: nn.Module, batches: Batches, layers: Layers, keep: int, seed: int) -> Baseline:
     """`kwon_fisher`, then their mask rearrangement (prune/rearrange.py).
 
     Within each layer, as many heads as the search took go anew, by the layer's whole block of the Fisher information. Known flaw:
@@ -247,9 +235,7 @@ def kwon_swapped(
 
 
 @method("Kwon, Fisher + swap + rescaling")
-def kwon(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], keep: int, seed: int
-) -> Baseline:
+def kwon(model: nn.Module, batches: Batches, layers: Layers, keep: int, seed: int) -> Baseline:
     """`kwon_swapped`, then their mask tuning (prune/rescale.py): the whole method, heads alone pruned.
 
     Layer by layer, factors of the kept heads and of all neurons are fitted by least squares, so that the pruned model's
@@ -266,18 +252,18 @@ def kwon(
     return Baseline(student, *rescaled(model, batches, layers, teacher, student))
 
 
-def _batch_slopes(model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], seed: int) -> Tensor:
+def _batch_slopes(model: nn.Module, batches: Batches, layers: Layers, seed: int) -> Tensor:
     """Gradients of batches' mean losses, ``[batches, units]``."""
     examples = shuffled(unit_gradients(model, batches, layers), seed)
     return torch.stack([part.mean(0) for part in examples.split(KWON_BATCH)])
 
 
-def _searched(layers: Sequence[AttentionLayer], slopes: Tensor, keep: int) -> Heads:
+def _searched(layers: Layers, slopes: Tensor, keep: int) -> Heads:
     """What goes by the diagonal of the Fisher information."""
     return least(layers, slopes.square().sum(0), keep)
 
 
-def _rearranged(layers: Sequence[AttentionLayer], slopes: Tensor, drop: Heads) -> Heads:
+def _rearranged(layers: Layers, slopes: Tensor, drop: Heads) -> Heads:
     found = {}
     for layer, own in zip(layers, by_layer(layers, slopes), strict=True):
         if layer.name not in drop:
@@ -347,7 +333,7 @@ class _Seen:
 
 @torch.no_grad()
 def rescaled(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer], teacher: Heads, student: Heads
+    model: nn.Module, batches: Batches, layers: Layers, teacher: Heads, student: Heads
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Factors for a model without the heads ``student``, to come near the one without ``teacher``; see `kwon`.
 
@@ -373,7 +359,7 @@ def rescaled(
             if i and gate.any():
                 seen = [_run(model, block, k, hidden, gate) for k, hidden in enumerate(told)]
                 missing = [
-                    t + _product(block.output, s.heads) - hidden
+                    t + s.heads @ _weight(block.output).T - hidden
                     for t, s, hidden in zip(taught, shown, told, strict=True)
                 ]
                 fitted = _fit_heads(block, batches, seen, missing, gate)
@@ -410,7 +396,7 @@ def damped(gram: Tensor, moment: Tensor) -> Tensor | None:
 
 
 def _fit_heads(
-    block: _Block, batches: Sequence[Batch], seen: Sequence[_Seen], missing: Sequence[Tensor], gate: Tensor
+    block: _Block, batches: Batches, seen: Sequence[_Seen], missing: Sequence[Tensor], gate: Tensor
 ) -> Tensor | None:
     """Factors ``[num_heads]`` by which the open heads come near what is ``missing`` from the residual stream, per batch."""
     assert block.layer.output_projection is not None
@@ -433,7 +419,7 @@ def _fit_heads(
 
 
 def _fit_neurons(
-    last: nn.Module, batches: Sequence[Batch], seen: Sequence[_Seen], missing: Sequence[Tensor], first_token: bool
+    last: nn.Module, batches: Batches, seen: Sequence[_Seen], missing: Sequence[Tensor], first_token: bool
 ) -> Tensor | None:
     """Factors ``[neurons]``, likewise; by the first token of each example alone, or by all."""
     weight = _weight(last)
@@ -450,9 +436,7 @@ def _far(factors: Tensor) -> bool:
     return bool((factors > FARTHEST).any() or (factors < -FARTHEST).any())
 
 
-def _stack(
-    model: nn.Module, batches: Sequence[Batch], layers: Sequence[AttentionLayer]
-) -> tuple[list[_Block], list[Tensor]]:
+def _stack(model: nn.Module, batches: Batches, layers: Layers) -> tuple[list[_Block], list[Tensor]]:
     """The blocks of a model, and the hidden states that enter the first one, for each batch."""
     blocks = []
     for layer in layers:
@@ -558,8 +542,3 @@ def _weight(linear: nn.Module) -> Tensor:
 def _bias(linear: nn.Module) -> Tensor | float:
     bias: Any = linear.bias
     return 0.0 if bias is None else bias
-
-
-def _product(linear: nn.Module, inputs: Tensor) -> Tensor:
-    """What a linear gives, without its bias."""
-    return inputs @ _weight(linear).T

@@ -225,17 +225,8 @@ def given_to(made: elsewhere.Made, file: Path) -> None:
     with torch.no_grad():
         expected = model(**inputs).logits
     auto = f"AutoModelFor{'SequenceClassification' if made.model == BERT else 'CausalLM'}"
-    file.write_text(
-        json.dumps(
-            {
-                "auto": auto,
-                "texts": TEXTS,
-                "tokenizer": str(made.folder),
-                "inputs": {name: value.tolist() for name, value in inputs.items()},
-                "expected": expected.tolist(),
-            }
-        )
-    )
+    given = {"auto": auto, "texts": TEXTS, "tokenizer": str(made.folder), "expected": expected.tolist()}
+    file.write_text(json.dumps({**given, "inputs": {name: value.tolist() for name, value in inputs.items()}}))
 
 
 def tried(client: Client, work: Path, made: elsewhere.Made, given: Path) -> str:
@@ -256,11 +247,8 @@ def tried(client: Client, work: Path, made: elsewhere.Made, given: Path) -> str:
         return "works"
     unit, most = (" nats", 1e-3) if what == "nats" else ("", 1e-4)
     number = float(value)
-    return (
-        "works, to the bit"
-        if number == 0
-        else f"{'works' if number < most else '**other answers**'}, {number:.0e}{unit} off"
-    )
+    found = "works" if number < most else "**other answers**"
+    return f"{found}, {number:.0e}{unit} off" if number else "works, to the bit"
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import io
 import json
 import multiprocessing
 import os
@@ -43,9 +42,9 @@ def exact_types() -> list[str]:
 def examine(model_type: str) -> dict[str, Any]:
     """One row: what became of the dense model and of the pruned one; "" is a file that gives the model's answers."""
     row: dict[str, Any] = {"type": model_type, "dense": "not tried", "pruned": "not tried", "emptied": 0}
-    step, quiet = "dense", io.StringIO()
+    step = "dense"
     try:
-        with coverage.limited(LIMIT), contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+        with coverage.limited(LIMIT):
             model, _, example = tiny.build(model_type)
             coverage.randomise(model, example)
             layers = hp.find_attention(model, example)

@@ -72,7 +72,7 @@ def why(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Stop a type that would take all day."""
+    """Stop a type that would take all day; what it prints goes nowhere."""
 
     def stop(*_: Any) -> None:
         raise TookTooLongError(f"took more than {seconds} s")
@@ -80,7 +80,8 @@ def limited(seconds: int) -> Iterator[None]:
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         signal.alarm(0)
 
@@ -144,19 +145,16 @@ class Without(TorchFunctionMode):
             return out
         if not fused and (kwargs or {}).get("dim", args[1] if len(args) > 1 else None) not in (-1, out.ndim - 1):
             return out
-        dims = [d for d in range(1, max(out.ndim - 1, 2)) if out.shape[d] == self.heads] if out.ndim > 3 else []
-        if dims or (out.ndim == 3 and out.shape[0] % self.heads == 0):
-            self.seen += 1
-            if self.several and self.seen != self.number:
-                return out
-        if dims:
-            self.used += 1
-            out = out.clone()
-            out.select(dims[0], self.head).zero_()
-        elif out.ndim == 3 and out.shape[0] % self.heads == 0:
-            self.used += 1
-            out = out.clone()
-            out.view(-1, self.heads, *out.shape[1:])[:, self.head] = 0
+        dims = [d for d in range(1, out.ndim - 1) if out.shape[d] == self.heads] if out.ndim > 3 else []
+        if not dims and not (out.ndim == 3 and out.shape[0] % self.heads == 0):
+            return out
+        self.seen += 1
+        if self.several and self.seen != self.number:
+            return out
+        self.used += 1
+        out = out.clone()
+        own = out.select(dims[0], self.head) if dims else out.view(-1, self.heads, *out.shape[1:])[:, self.head]
+        own.zero_()
         return out
 
 
@@ -199,7 +197,7 @@ def examine(model_type: str, whole: Container[str]) -> dict[str, Any]:
     }
     started = time.monotonic()
     try:
-        with limited(LIMIT), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with limited(LIMIT):
             try:
                 model, _, example = tiny.build(model_type)
             except Exception as error:
@@ -214,7 +212,7 @@ def examine(model_type: str, whole: Container[str]) -> dict[str, Any]:
     if row["layers"] and model_type in whole:
         gc.freeze()  # what other types left in memory: a pass under the profiler collects garbage first
         try:
-            with limited(LIMIT), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            with limited(LIMIT):
                 row["job"] = job(model, example)
         except TookTooLongError as error:
             row["job"] = f"too slow: {error}"
@@ -230,7 +228,7 @@ def loss_of(model_type: str) -> str:
     ``"WRONG …"``; "" where there is no such model, or it was not built.
     """
     try:
-        with limited(LIMIT), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with limited(LIMIT):
             found = tiny.causal_lm(model_type)
             if found is None:
                 return ""
@@ -290,8 +288,8 @@ def trial(model: nn.Module, example: dict[str, Any]) -> dict[str, Any]:
         row["folder"] = folder_of(done[0], example)
         if row["folder"] == "both" and (other := uniform_folder(model, layers, example)):
             row["folder"] = other
-    if any(r.startswith("WRONG") for r in reasons):
-        return {**row, "status": "WRONG", "why": next(r for r in reasons if r.startswith("WRONG"))}
+    if wrong := [r for r in reasons if r.startswith("WRONG")]:
+        return {**row, "status": "WRONG", "why": wrong[0]}
     status = "exact" if pruned == len(layers) else "in part" if pruned else "masked" if maskable else "refused"
     return {
         **row, "status": status, "mask": len(maskable), "prune": pruned,
@@ -517,7 +515,7 @@ def table(report: dict[str, Any], others: list[dict[str, Any]]) -> str:
 def earlier(text: str) -> dict[str, list[str]]:
     """The cells of an earlier table, by type."""
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    return {c[0]: c for c in cells if len(c) in (8, 9) and c[4].isdigit()}
+    return {c[0]: c for c in cells if len(c) == 9 and c[4].isdigit()}
 
 
 def main() -> None:
@@ -580,12 +578,9 @@ def main() -> None:
         print(f"folders that no longer load in both ways: {unsaved or 'none'}")
         wrong = {r["type"]: r["loss"] for r in rows if r["loss"].startswith("WRONG")}
         print(f"evaluate gives another loss than the model: {wrong or 'none'}")
-        # A table without a cell for the whole job says nothing of it: then it is only told.
         broken = {r["type"]: r["job"] for r in rows if BROKEN.search(r.get("job", ""))}
         print(f"the whole job ends in another error: {broken or 'none'}")
-        new = [
-            name for name in broken if name in before and len(before[name]) == 9 and not BROKEN.search(before[name][8])
-        ]
+        new = [name for name in broken if name in before and not BROKEN.search(before[name][8])]
         sys.exit(1 if lost or wrong or unsaved or new else 0)
     else:
         options.output.write_text(table(report, [json.loads(path.read_text()) for path in options.others]))

@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import real
 import smollm2
 import torch
@@ -29,7 +27,6 @@ import headprune as hp
 from headprune.exporting import export, time_onnx
 from headprune.exporting.engines import complete
 
-ROOT = Path(__file__).parent.parent
 ENGINES = {"onnxruntime": ".onnx", "OpenVINO": "-openvino"}
 ROUNDS, NEW, PROMPT = 7, 128, 512  # of llama.cpp: rounds, tokens that are generated, tokens of the prompt
 
@@ -118,7 +115,7 @@ def machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minilm", type=Path, default=ROOT.parent / "shared" / "real" / "minilm-rt")
+    parser.add_argument("--minilm", type=Path, default=real.MINILM)
     parser.add_argument("--only", choices=("onnx", "gguf-speed"), action="append")
     parser.add_argument("--print", action="store_true", help="print the sections, and leave the document as it is")
     options = parser.parse_args()
@@ -127,7 +124,7 @@ def main() -> None:
         text = "\n".join(onnx(options.minilm) if name == "onnx" else gguf())
         print(text)
         if not options.print:
-            replace_section(ROOT / "docs" / "deploy.md", name, text)
+            replace_section(real.ROOT / "docs" / "deploy.md", name, text)
 
 
 if __name__ == "__main__":

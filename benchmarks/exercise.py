@@ -57,8 +57,7 @@ class Subject:
     """A model to study, and its three parts of data.
 
     Attributes:
-        score, choose, report: Batches of examples; no example is in two parts.
-        fresh: Of the reporting part, those examples on which every head is really removed by itself.
+        score, choose, report: Batches of examples; no example is in two parts. On the last, every head is really removed by itself too.
         methods: Ways to score, by headprune's names; "logits" is ablation measured by the divergence from the dense answers.
         keep: How many heads stay: the first is what all methods are compared at, the second the plan that is carried out.
         draws, repaired: Random plans, and how many of them are repaired.
@@ -73,7 +72,6 @@ class Subject:
     score: list[Batch]
     choose: list[Batch]
     report: list[Batch]
-    fresh: list[Batch]
     methods: tuple[str, ...]
     keep: tuple[int, int]
     draws: int
@@ -81,10 +79,6 @@ class Subject:
     repair: dict[str, bool]
     read: Callable[[hp.Measurement], hp.Measurement]
     curve: tuple[int, ...]
-
-    @property
-    def total(self) -> int:
-        return sum(layer.num_heads for layer in self.layers)
 
 
 def say(text: str) -> None:
@@ -100,10 +94,6 @@ def examples_in(batches: Sequence[Batch]) -> int:
 
 def without_labels(batch: Batch) -> Batch:
     return {name: value for name, value in batch.items() if name != "labels"}
-
-
-def as_it_is(measured: hp.Measurement) -> hp.Measurement:
-    return measured
 
 
 def whole_numbers(measured: hp.Measurement) -> hp.Measurement:
@@ -181,7 +171,7 @@ def scored(subject: Subject) -> tuple[dict[str, hp.HeadScores], dict[str, float]
 
 def in_truth(subject: Subject) -> hp.HeadScores:
     """What really happens when one head goes, on examples that no method has seen."""
-    model, fresh_part, layers = subject.model, subject.fresh, subject.layers
+    model, fresh_part, layers = subject.model, subject.report, subject.layers
     # [truth]
     truth = hp.score(model, fresh_part, "ablation", layers=layers)  # L(without the head) - L, on new examples
     # [/truth]
@@ -223,15 +213,15 @@ def changed(change: hp.Change) -> dict[str, Any]:
     return {short: getattr(change, name) for short, name in names.items()}
 
 
-def random_plans(subject: Subject, keep: int) -> list[hp.PruningPlan]:
-    """The control: as many heads, drawn at random."""
+def random_plans(subject: Subject, keep: int) -> tuple[list[hp.HeadScores], list[hp.PruningPlan]]:
+    """The control: random scores, and as many heads by them."""
     model, score_part, layers, draws = subject.model, subject.score, subject.layers, subject.draws
     # [random]
     drawn = [hp.score(model, score_part, "random", layers=layers, seed=seed) for seed in range(draws)]
     plans = [hp.plan(scores, keep) for scores in drawn]
     # [/random]
     say(f"{subject.name}: random plans")
-    return plans
+    return drawn, plans
 
 
 def spread_of(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -255,17 +245,14 @@ def pairs_in(subject: Subject) -> list[dict[str, Any]]:
     dense, rows = losses(layers[0]), []
     for layer in layers:
         alone = [losses(layer, h) - dense for h in range(layer.num_heads)]
-        for a in range(layer.num_heads):
-            for b in range(a + 1, layer.num_heads):
-                both = losses(layer, a, b) - dense
-                extra = both - alone[a] - alone[b]
-                rows.append(
-                    {
-                        "a": layer.label(a), "b": layer.label(b), "alone_a": float(alone[a].mean()),
-                        "alone_b": float(alone[b].mean()), "both": float(both.mean()), "extra": float(extra.mean()),
-                        "error": float(extra.std(ddof=1) / math.sqrt(len(extra))),
-                    }
-                )  # fmt: skip
+        for a, b in combinations(range(layer.num_heads), 2):
+            both = losses(layer, a, b) - dense
+            extra = both - alone[a] - alone[b]
+            rows.append({
+                "a": layer.label(a), "b": layer.label(b), "alone_a": float(alone[a].mean()),
+                "alone_b": float(alone[b].mean()), "both": float(both.mean()), "extra": float(extra.mean()),
+                "error": float(extra.std(ddof=1) / math.sqrt(len(extra))),
+            })  # fmt: skip
     say(f"{subject.name}: pairs of heads")
     return sorted(rows, key=lambda row: -row["extra"])
 
@@ -303,22 +290,19 @@ def judged(subject: Subject) -> Figures:
         say(
             f"{subject.name}: {name}: rho {row['rho']:.2f}, {row['masked']['accuracy']:.3f}, {row['repaired']['accuracy']:.3f}"
         )
-    plans = random_plans(subject, keep)
+    drawn, plans = random_plans(subject, keep)
     controls = {
         "masked": spread_of([outcome(masked(subject, plan)) for plan in plans]),
         "repaired": spread_of([outcome(repaired(subject, plan)) for plan in plans[: subject.repaired]]),
-        "rho": mean(
-            correlation(hp.score(subject.model, subject.score, "random", layers=subject.layers, seed=seed), truth)
-            for seed in range(subject.draws)
-        ),
+        "rho": mean(correlation(scores, truth) for scores in drawn),
         "draws": subject.draws, "repaired_draws": subject.repaired,
     }  # fmt: skip
     say(f"{subject.name}: random heads")
     ablation = found["ablation"]
     values, errors = ablation.flat(), ablation.flat_stderr()
     return {
-        "heads": subject.total,
-        "parts": {p: examples_in(getattr(subject, p)) for p in ("score", "choose", "report", "fresh")},
+        "heads": sum(layer.num_heads for layer in subject.layers),
+        "parts": {p: examples_in(getattr(subject, p)) for p in ("score", "choose", "report")},
         "dense": outcome(dense),
         "keep": keep,
         "methods": methods,
@@ -388,7 +372,7 @@ def translator_subject() -> Subject:
     parts = {name: translator.batches(numbers[name]) for name in ("score", "choose", "report")}
     layers = hp.find_attention(model, without_labels(parts["score"][-1]))
     return Subject(
-        "D2L's Transformer", model, layers, **parts, fresh=parts["report"],
+        "D2L's Transformer", model, layers, **parts,
         methods=(
             "ablation", "mean-ablation", "logits", "shapley", "integrated-gradients", "signed-gradient", "gradient", "fisher",
             "output-norm", "weight-norm", "entropy",
@@ -436,12 +420,12 @@ def bert_subject(path: Path) -> tuple[Subject, Any]:
     model, tokenizer, layers = bert(path)
     sizes = {"score": 128, "choose": 256, "report": 768}
     return Subject(
-        "BERT", model, layers, **(parts := bert_parts(path, tokenizer, sizes)), fresh=parts["report"],
+        "BERT", model, layers, **bert_parts(path, tokenizer, sizes),
         methods=(
             "ablation", "mean-ablation", "logits", "integrated-gradients", "signed-gradient", "gradient", "fisher", "output-norm",
             "weight-norm", "entropy",
         ),
-        keep=(18, 36), draws=6, repaired=3, repair={"mixtures": False, "answers": False}, read=as_it_is,
+        keep=(18, 36), draws=6, repaired=3, repair={"mixtures": False, "answers": False}, read=lambda measured: measured,
         curve=tuple(range(6, 73, 6)),
     ), tokenizer  # fmt: skip
 

@@ -27,7 +27,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -216,65 +216,47 @@ main()
 """
 
 
-def moments(base: Base, count: int, seed: int) -> Trials:
+def moment(base: Base, number: int, rng: random.Random) -> Row:
     """A signal at a moment that is drawn."""
-    for number in range(count):
-
-        def trial(number: int = number) -> Row:
-            rng = random.Random(f"moments {number} {seed}")
-            step, (name, sent) = list(STEPS)[number % len(STEPS)], list(SIGNALS.items())[number % 3]
-            over, look = rng.random() < 0.5, rng.random() < 0.5
-            world = base.copy("old" if over else "before", step)
-            code = TIMED.format(seconds=rng.uniform(0.05, 0.8 * base.seconds[step]), signal=int(sent))
-            ended = base.run(world, typed(step, over), code=code)
-            return judged(base, f"{name} at a random moment", step, over, look, world, ended)
-
-        yield f"moment {number}", trial
+    step, (name, sent) = list(STEPS)[number % len(STEPS)], list(SIGNALS.items())[number % 3]
+    over, look = rng.random() < 0.5, rng.random() < 0.5
+    world = base.copy("old" if over else "before", step)
+    code = TIMED.format(seconds=rng.uniform(0.05, 0.8 * base.seconds[step]), signal=int(sent))
+    ended = base.run(world, typed(step, over), code=code)
+    return judged(base, f"{name} at a random moment", step, over, look, world, ended)
 
 
-def renames(base: Base, count: int, seed: int) -> Trials:
+def rename(base: Base, number: int, rng: random.Random) -> Row:
     """Killed before a file that is put in its place, over an older result."""
-    for number in range(count):
-
-        def trial(number: int = number) -> Row:
-            rng = random.Random(f"renames {number} {seed}")
-            step = list(STEPS)[number % len(STEPS)]
-            files, world = base.files("old", step), base.copy("old", step)
-            ended = base.run(world, typed(step, True), stop=rng.randint(1, files), signal=int(signal.SIGKILL))
-            return judged(base, "kill -9 before a file is put in place", step, True, number % 3 > 0, world, ended)
-
-        yield f"rename {number}", trial
+    step = list(STEPS)[number % len(STEPS)]
+    files, world = base.files("old", step), base.copy("old", step)
+    ended = base.run(world, typed(step, True), stop=rng.randint(1, files), signal=int(signal.SIGKILL))
+    return judged(base, "kill -9 before a file is put in place", step, True, number % 3 > 0, world, ended)
 
 
 def mount(*arguments: object) -> bool:
     return subprocess.run(["mount", *map(str, arguments)], capture_output=True, check=False).returncode == 0
 
 
-def disk(base: Base, count: int, seed: int) -> Trials:
+def disk(base: Base, number: int, rng: random.Random) -> Row:
     """Results lie on a file system in memory with room for some of what a command writes."""
-    for number in range(count if MOUNTS in os.environ else 0):
-
-        def trial(number: int = number) -> Row:
-            rng = random.Random(f"disk {number} {seed}")
-            step, over = list(STEPS)[number % len(STEPS)], rng.random() < 0.5
-            world, place = base.copy("old" if over else "before", step), base.home / "world" / "reports"
-            results = base.home / "results"
-            place.mkdir(exist_ok=True)
-            shutil.rmtree(results, ignore_errors=True)
-            shutil.copytree(place, results)
-            assert mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", place)
-            try:
-                shutil.copytree(results, place, dirs_exist_ok=True)
-                used = os.statvfs(place)
-                needed = sum(4096 + path.lstat().st_size for path in (base.home / f"after {step}" / "reports").rglob("*"))  # fmt: skip
-                room = (used.f_blocks - used.f_bfree) * used.f_frsize + int(rng.uniform(0.02, 1.0) * needed)
-                assert mount("-o", f"remount,size={room}", place)
-                ended = base.run(world, typed(step, over))
-                return judged(base, "disk full", step, over, True, world, ended, lambda: mount("-o", "remount,size=64m", place))  # fmt: skip
-            finally:
-                subprocess.run(["umount", "-l", place], check=True)
-
-        yield f"disk {number}", trial
+    step, over = list(STEPS)[number % len(STEPS)], rng.random() < 0.5
+    world, place = base.copy("old" if over else "before", step), base.home / "world" / "reports"
+    results = base.home / "results"
+    place.mkdir(exist_ok=True)
+    shutil.rmtree(results, ignore_errors=True)
+    shutil.copytree(place, results)
+    assert mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", place)
+    try:
+        shutil.copytree(results, place, dirs_exist_ok=True)
+        used = os.statvfs(place)
+        needed = sum(4096 + path.lstat().st_size for path in (base.home / f"after {step}" / "reports").rglob("*"))  # fmt: skip
+        room = (used.f_blocks - used.f_bfree) * used.f_frsize + int(rng.uniform(0.02, 1.0) * needed)
+        assert mount("-o", f"remount,size={room}", place)
+        ended = base.run(world, typed(step, over))
+        return judged(base, "disk full", step, over, True, world, ended, lambda: mount("-o", "remount,size=64m", place))  # fmt: skip
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
 
 
 # -- damaged files --------------------------------------------------------------------------------------
@@ -371,7 +353,15 @@ def bits(base: Base, count: int, seed: int) -> Trials:
             yield name, lambda kind=kind, how=how, name=name: damaged(base, kind, how, random.Random(f"{name} {seed}"))
 
 
-PARTS = {"moments": moments, "renames": renames, "disk": disk, "bits": bits}
+def drawn(part: str, trial: Callable[[Base, int, random.Random], Row], base: Base, count: int, seed: int) -> Trials:
+    """So many trials of a part, each with random numbers of its own; no disk is filled where none can be mounted."""
+    for number in range(count if part != "disk" or MOUNTS in os.environ else 0):
+        rng = random.Random(f"{part} {number} {seed}")
+        yield f"{part.removesuffix('s')} {number}", partial(trial, base, number, rng)
+
+
+DRAWN = {"moments": moment, "renames": rename, "disk": disk}
+PARTS = {**{part: partial(drawn, part, trial) for part, trial in DRAWN.items()}, "bits": bits}
 
 
 # -- the document ---------------------------------------------------------------------------------------

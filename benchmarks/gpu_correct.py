@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import io
 import os
 import subprocess
 import sys
@@ -147,9 +146,8 @@ def coverage(options: argparse.Namespace) -> list[str]:
         found[name] = "not built"
         try:
             with limited(30):
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                    model, _, example = tiny.build(name)
-                    randomise(model, example)
+                model, _, example = tiny.build(name)
+                randomise(model, example)
                 found[name] = "**CRASH**"
                 found[name] = on_both(model, example, options.device)
         except (TookTooLongError, hp.HeadPruneError) as error:

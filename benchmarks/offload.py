@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -59,8 +58,7 @@ def worker(options: argparse.Namespace) -> None:
     hp.prune(model, plan, example, layers=layers)
     hp.save(model, folder / options.worker, max_shard_size="50MB")
     done.set()
-    facts = {"most": most - base, "weights": fingerprint(model)}
-    print(json.dumps(facts))
+    print(json.dumps({"most": most - base, "weights": fingerprint(model)}))
 
 
 def main() -> None:
@@ -101,7 +99,7 @@ def main() -> None:
         "|---|---|",
         *(f"| {name} | {found[kind]['most'] / mib:,.0f} MiB |" for name, kind in (("in memory", "memory"), ("on disk", "disk"))),
         "",
-        f"Memory is what no file holds (RssAnon), beyond what Python takes by itself. Command: `{shlex.join(['python', 'benchmarks/offload.py'])}`.",
+        "Memory is what no file holds (RssAnon), beyond what Python takes by itself. Command: `python benchmarks/offload.py`.",
     ]  # fmt: skip
     text = "\n".join(lines)
     print(text)

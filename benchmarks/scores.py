@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -25,14 +24,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import real
 import smollm2
 import torch
 import transformers
 from document import replace_section
 from real import number, say
+from scipy.stats import spearmanr
 from torch import Tensor
 
 import headprune as hp
@@ -47,7 +45,6 @@ EXCLUDED = {"smollm2": {"shapley", "l0", "dsp", "mean-ablation", "resample-ablat
 # These are run on the first draw of examples alone, for the same reason.
 ONCE = {"minilm": {"shapley", "mean-ablation", "resample-ablation"}, "smollm2": {"ablation", "integrated-gradients"}}
 COMPARED = ("ablation", "gradient")  # what every other method's ranks are compared with
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 PERMUTATIONS = 16  # for Shapley values: enough to see their cost, and how unsure they still are
 IMAGES, SENTENCES, WINDOWS, LENGTH = 500, 128, 4, 128  # of a draw, and tokens of a window
 QUICK = 1.0  # seconds: a method that takes less is timed three times
@@ -138,8 +135,7 @@ def examine(key: str, subject: Subject, only: Sequence[str] | None) -> dict[str,
         forward()  # what torch loads on first use is no method's
         last = forward()
         for name in names:
-            skip = draw and ("error" in methods[name] or name in ONCE.get(key, ()))
-            if skip:
+            if draw and ("error" in methods[name] or name in ONCE.get(key, ())):
                 continue
 
             def work(name: str = name, batches: list[Batch] = batches, draw: int = draw) -> Any:
@@ -175,8 +171,6 @@ def first_row(scores: hp.HeadScores, timing: dict[str, float]) -> dict[str, Any]
 
 def spearman(a: Sequence[float] | None, b: Sequence[float] | None) -> float | None:
     """Rank correlation; None where there is nothing to compare or nothing to rank."""
-    from scipy.stats import spearmanr
-
     if a is None or b is None or len(set(a)) < 2 or len(set(b)) < 2:
         return None
     return float(spearmanr(a, b).statistic)
@@ -268,7 +262,7 @@ def main() -> None:
             options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     text = section(document)
     if document["models"].keys() >= SUBJECTS.keys() and not options.methods:
-        replace_section(DOCUMENT, "scores", text)
+        replace_section(real.ROOT / "docs" / "benchmarks.md", "scores", text)
     else:
         print(text)
     rows = [row for m in document["models"].values() for row in m.get("methods", {}).values()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -70,14 +70,7 @@ def build(model_type: str) -> tuple[nn.Module, PretrainedConfig, dict[str, Any]]
     Raises:
         RuntimeError: No tiny config or input was found; it says what went wrong.
     """
-    errors = []
-    for recipe in _RECIPES:
-        try:
-            model, config = _model(model_type, recipe)
-            return model, config, example_for(model, config)
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {first_line(error)}"[:300])
-    raise RuntimeError(" || ".join(dict.fromkeys(errors)))
+    return _first(model_type, MODEL_MAPPING, example_for)
 
 
 def causal_lm(model_type: str) -> tuple[nn.Module, dict[str, Any]] | None:
@@ -91,13 +84,25 @@ def causal_lm(model_type: str) -> tuple[nn.Module, dict[str, Any]] | None:
     ids = torch.randint(3, 20, (3, TOKENS), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [TOKENS - 3], [4]])).long()
     example = {"input_ids": ids, "attention_mask": mask}
+
+    @torch.no_grad()
+    def texts(model: nn.Module, config: Any) -> dict[str, Any]:
+        call(model, example)
+        return example
+
+    model, _, _ = _first(model_type, MODEL_FOR_CAUSAL_LM_MAPPING, texts)
+    return model, example
+
+
+def _first(
+    model_type: str, classes: Any, example: Callable[[nn.Module, PretrainedConfig], dict[str, Any]]
+) -> tuple[nn.Module, PretrainedConfig, dict[str, Any]]:
+    """By the first recipe that gives a model and an ``example`` that it takes."""
     errors = []
     for recipe in _RECIPES:
         try:
-            model, _ = _model(model_type, recipe, MODEL_FOR_CAUSAL_LM_MAPPING)
-            with torch.no_grad():
-                call(model, example)
-            return model, example
+            model, config = _model(model_type, recipe, classes)
+            return model, config, example(model, config)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {first_line(error)}"[:300])
     raise RuntimeError(" || ".join(dict.fromkeys(errors)))
@@ -117,7 +122,7 @@ class _Recipe:
 _RECIPES = tuple(_Recipe(*s) for s in ((4, 16, 2), (4, 128, 2), (4, 64, 2), (4, 48, 2), (4, 32, 4), (8, 16, 2)))
 
 
-def _model(model_type: str, recipe: _Recipe, classes: Any = MODEL_MAPPING) -> tuple[nn.Module, PretrainedConfig]:
+def _model(model_type: str, recipe: _Recipe, classes: Any) -> tuple[nn.Module, PretrainedConfig]:
     config = tiny_config(CONFIG_MAPPING[model_type], recipe)
     model_class: Any = classes[CONFIG_MAPPING[model_type]]
     if isinstance(model_class, tuple | list):
@@ -205,8 +210,6 @@ def _shrunk(config: PretrainedConfig, recipe: _Recipe) -> dict[str, Any]:
             made["mamba_d_head" if "mamba_d_head" in fields else "mamba_head_dim"] = int(expand * recipe.width) // 4
         elif name == "attn_layer_indices":
             made[name] = [1]
-        elif name in ("mamba_d_head", "mamba_head_dim"):
-            continue
         elif name == "mamba_d_ssm":
             made[name] = int(fields.get("mamba_expand", 2) * recipe.width)
         elif name == "rotary_dim":
@@ -217,9 +220,9 @@ def _shrunk(config: PretrainedConfig, recipe: _Recipe) -> dict[str, Any]:
             new = _shrunk_list(name, list(value), shrink_lists)
             if new != list(value):
                 made[name] = type(value)(new)
-        elif type(value) is not int or isinstance(value, bool):
+        elif type(value) is not int or name in ("mamba_d_head", "mamba_head_dim", "temporal_patch_size"):
             continue
-        elif _TOKEN.search(name) or name.endswith(("_token_id", "_token_index")):
+        elif _TOKEN.search(name):
             small = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
             if value >= VOCABULARY or name in small:
                 made[name] = small.get(name, next(ids))
@@ -234,8 +237,6 @@ def _shrunk(config: PretrainedConfig, recipe: _Recipe) -> dict[str, Any]:
             continue
         elif name in ("patch_size", "patch_dim"):
             made[name] = min(value, 8)
-        elif name == "temporal_patch_size":
-            continue
         elif width is not None and value == width and value >= 256 and name.endswith("groups"):
             made[name] = recipe.width
         elif _KEEP.search(name) or value <= 2:
@@ -263,7 +264,7 @@ def _shrunk(config: PretrainedConfig, recipe: _Recipe) -> dict[str, Any]:
         elif _WIDTHS.search(name) and value > recipe.width:
             made[name] = recipe.width
     allowed = _arguments(type(config))
-    return {k: v for k, v in made.items() if allowed is None or k in allowed}
+    return {k: v for k, v in made.items() if k in allowed}
 
 
 def _sub(config: PretrainedConfig, recipe: _Recipe) -> Any:
@@ -298,12 +299,11 @@ def _missing(name: str, recipe: _Recipe) -> int | None:
     return usual.get(name)
 
 
-def _arguments(config_class: Any) -> set[str] | None:
-    names = set()
+def _arguments(config_class: Any) -> set[str]:
+    names: set[str] = set()
     for base in config_class.__mro__:
-        names |= set(getattr(base, "__annotations__", {}))
-        parameters = inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}
-        names |= set(parameters)
+        names.update(getattr(base, "__annotations__", {}))
+        names.update(inspect.signature(base.__init__).parameters if "__init__" in vars(base) else ())
     return names
 
 
@@ -535,6 +535,3 @@ def candidates(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
         if kept and key not in seen and next(iter(form)) in kept and all(n in kept for n in required):
             seen.add(key)
             yield kept
-    filled = {n: usual[n] for n in required if n in usual}
-    if filled and len(filled) == len(required):
-        yield filled

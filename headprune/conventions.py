@@ -225,14 +225,14 @@ def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> L
                 possible = []  # the model's own loss ignores them
         real = LabelUse(needs_labels=needs, skipped=1).of_real_tokens
         example, batch = real(model, example, rows), real(model, batch, rows)
-        table: list[list[float]] = []
-        for each in _labelings(model, example, SAME in possible) if has_loss else ():
-            # A model may not take every class as a label.
-            table += filter(None, [_losses(model, each, possible, may_fail=each is not example)])
+        labelings = _labelings(model, example) if SAME in possible else [example]
+        # A model may not take every class as a label.
+        found = (_losses(model, each, possible, may_fail=each is not example) for each in labelings)
+        table = [losses for losses in found if losses] if has_loss else []
         if not table:
             return LabelUse(_by_labels(model, possible, batches), needs_labels=needs)
         rounding = 1e-4 if logits is None or logits.dtype in (torch.float32, torch.float64) else 2e-2
-        convention, fits = _by_own_loss(model, table, possible, rounding)
+        convention, fits = _by_own_loss(model, torch.tensor(table, dtype=torch.float64), possible, rounding)
         if convention and fits and not _holds(model, convention, batch, rows, rounding):
             convention, fits = convention if len(possible) == 1 else None, False
         skipped = None if convention else _skipped(model, batch, row, rows, rounding)
@@ -256,14 +256,12 @@ def _output(model: nn.Module, example: _Batch, has_loss: bool) -> tuple[Any, boo
     return _labelled(model, example if has_loss else unlabelled(example)), has_loss
 
 
-def _labelings(model: nn.Module, example: _Batch, per_token: bool) -> Iterator[_Batch]:
-    """An example; if its tokens have labels, also with these drawn at random, and its decoder's input as it was.
+def _labelings(model: nn.Module, example: _Batch) -> Iterator[_Batch]:
+    """An example whose tokens have labels, and the same with these drawn at random, and its decoder's input as it was.
 
     In a text that repeats one token, which a tokenizer makes of words that it does not know, all conventions give the same loss.
     """
     yield example
-    if not per_token:
-        return
     labels = example["labels"]
     classes = torch.unique(labels[labels != IGNORED])
     if len(classes) == 1:
@@ -277,11 +275,8 @@ def _labelings(model: nn.Module, example: _Batch, per_token: bool) -> Iterator[_
         yield {**example, "labels": torch.where(labels == IGNORED, labels, drawn)}
 
 
-def _by_own_loss(
-    model: nn.Module, losses: list[list[float]], possible: Sequence[str], rounding: float
-) -> tuple[str | None, bool]:
+def _by_own_loss(model: nn.Module, table: Tensor, possible: Sequence[str], rounding: float) -> tuple[str | None, bool]:
     """The convention that a model's own loss goes by, if any, and whether it gives this loss; from `_losses` of every labeling."""
-    table = torch.tensor(losses, dtype=torch.float64)
     off = _off(table[:, 1:], table[:, :1], rounding)
     if bool((off[0] <= 1).any()):  # in half precision several may fit
         return possible[int(off.amax(0).where(off[0] <= 1, math.inf).argmin())], True
@@ -394,8 +389,7 @@ def _losses(model: nn.Module, batch: _Batch, possible: Sequence[str], *, may_fai
 
 def _mean_loss(convention: str, output: Any, batch: _Batch) -> float:
     """The mean loss over labels, padding being a place for an answer, as in a model's own loss."""
-    try:
+    with suppress(HeadPruneError):
         outcome = outcome_of(convention, output, {k: v for k, v in batch.items() if k != "attention_mask"})
-    except HeadPruneError:
-        return math.inf
-    return float((outcome.loss.double() * outcome.tokens).sum() / outcome.tokens.sum())
+        return float((outcome.loss.double() * outcome.tokens).sum() / outcome.tokens.sum())
+    return math.inf
