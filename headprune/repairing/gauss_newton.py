@@ -138,14 +138,13 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
         return ""
     if isinstance(answers, str):
         return answers
-    with torch.inference_mode(False):
-        with calibration.applied(start.by_module, drop):
-            try:
-                step = gauss_newton(answers, places)
-            except HeadPruneError as error:
-                return f"The answers are not fitted as a whole: {error.args[0]}"
-        if step is None:
-            return _NO_GAIN
+    with torch.inference_mode(False), calibration.applied(start.by_module, drop):
+        try:
+            step = gauss_newton(answers, places)
+        except HeadPruneError as error:
+            return f"The answers are not fitted as a whole: {error.args[0]}"
+    if step is None:
+        return _NO_GAIN
     return _taken(start, *step, part=1.0)
 
 
