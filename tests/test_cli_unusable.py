@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,12 @@ import pytest
 import safetensors
 import torch.nn.functional as F
 import transformers as tf
+from typer.testing import CliRunner
 
 import headprune as hp
+from headprune import cli
 from tests.support import zoo
-from tests.support.commands import invoke, run
+from tests.support.commands import invoke, python, run
 from tests.support.folders import WORDS, sentences, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("brief", "here")
@@ -93,23 +96,9 @@ def test_texts_that_are_cut_are_counted(bert_folder: Path, here: Path) -> None:
 # -- the disk ------------------------------------------------------------------------------------------
 
 
-SAFETENSORS = safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/somewhere/file")
 WRAPPED = RuntimeError("PytorchStreamWriter failed writing file")
 WRAPPED.__context__ = FULL
-# What torch.save says when it was given a path.
-STREAM = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 248704 vs 248592")
-
-
-@pytest.mark.parametrize("error", [FULL, WRAPPED, SAFETENSORS, STREAM], ids=str)
-@pytest.mark.parametrize("step", ["load_parts", "find_attention"])
-def test_a_full_disk(error: Exception, step: str, bert_folder: Path, data_folder: Path) -> None:
-    with patch(f"headprune.app.workflow.scene.{step}", side_effect=error):
-        result = run("score", bert_folder, "-d", data_folder, "-q", "--json", code=1)
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("headprune: No space left on the disk")
-    assert "run the same command again" in line
-    assert json.loads(result.stdout)["hint"].startswith("Free some")
 
 
 @pytest.mark.parametrize(
@@ -140,16 +129,29 @@ def test_a_link_that_leads_nowhere(bert_folder: Path, data_folder: Path, here: P
     assert list(here.iterdir()) == [link]
 
 
+ROOM, LARGER = "No space left on the disk", "larger than this process may write"
+
+
 @pytest.mark.parametrize(("error", "says"), [
+    (FULL, ROOM), (WRAPPED, ROOM), (safetensors.SafetensorError("I/O error: No space left on device (os error 28)"), ROOM),
+    (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 248704 vs 248592"), ROOM),  # torch.save, given a path
+    # safetensors' and NumPy's errors have no number: they were told as unexpected
+    (RuntimeError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"), ROOM),
+    (OSError("10240 requested and 8320 written"), ROOM),
+    (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), LARGER),
+    (OSError(errno.EFBIG, "File too large", "a.gguf"), f"{LARGER} (a.gguf)"),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:115] DefaultCPUAllocator: can't allocate memory"), "Memory ran out. Use a smaller --batch-size"),
     (PermissionError(errno.EACCES, "Permission denied", "/somewhere/file"), "/somewhere/file cannot be read or written: Permission denied"),
     (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero (unexpected; add -v for the traceback)"),
-], ids=lambda value: type(value).__name__)  # fmt: skip
+], ids=str)  # fmt: skip
 def test_errors_of_the_machine_and_unknown_ones(error: Exception, says: str) -> None:
     with patch("headprune.app.models.load_model", side_effect=error):
-        result = run("inspect", "m", "--json", code=1)
-    assert says in result.stderr
-    assert json.loads(result.stdout)["error"] in result.stderr
+        result = run("inspect", "m", "-q", "--json", code=1)
+    (line,) = result.stderr.splitlines()
+    assert says in line
+    told = json.loads(result.stdout)
+    assert told["error"] in line
+    assert ("run the same command again" in line and told["hint"].startswith("Free some")) == (says == ROOM)
 
 
 def test_a_perplexity_that_is_unknown_is_refused_before_the_long_work(
@@ -224,3 +226,90 @@ def test_notebooks_and_libraries_are_kept_out(monkeypatch: pytest.MonkeyPatch) -
     run("methods")
     assert "MPLBACKEND" not in os.environ
     assert not any(logging.getLogger(name).isEnabledFor(logging.WARNING) for name in ("torchao", "torch.utils._pytree"))
+
+
+# -- how commands end: signals while they clean up, outputs that take nothing or not every letter ----------------
+
+SLOW_TO_CLEAN_UP = """
+import os, signal, sys, time
+from headprune import cli
+def work():
+    try:
+        os.kill(os.getpid(), {first})
+        time.sleep(9)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+        print("clean")
+cli.session.run(work)
+"""
+LOST = """
+import os, signal, time
+from headprune import cli
+class Thing:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+def work():
+    Thing()
+    time.sleep(9)
+    print("never")
+cli.session.run(work)
+"""
+
+SAYS_SOMETHING = """
+import sys
+from headprune import cli
+def work():
+    print("scoring …", file=sys.stderr)
+    print("done")
+cli.session.run(work)
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGXCPU])
+def test_a_second_signal_does_not_stop_the_cleaning_up(first: signal.Signals) -> None:
+    """`headprune export` left `.NAME.new` and `.NAME.lock` behind; and whatever the signal was, the status was that of Ctrl-C."""
+    done = python("-c", SLOW_TO_CLEAN_UP.format(first=int(first)))
+    assert (done.returncode, done.stdout, done.stderr) == (128 + first, "clean\n", "")
+
+
+def test_a_signal_that_python_drops_is_sent_again() -> None:
+    """In a destructor or a weak reference's callback, as torch has many: a fine-tuning went on to its end after Ctrl-C."""
+    done = python("-c", LOST)
+    assert (done.returncode, done.stdout) == (130, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_an_output_that_is_full() -> None:
+    """`headprune --version > /dev/full` ended in a traceback; a log on a full disk ended a run that had room for its results."""
+    with open("/dev/full", "w") as full:
+        for command in (["-m", "headprune", "--version"], ["-c", SAYS_SOMETHING]):
+            done = python(*command, stdout=full)
+            assert done.returncode == 1
+            assert done.stderr.splitlines()[-1].startswith(
+                "headprune: What this command prints could not be written to stdout: No space left on device."
+            )
+        assert python("-c", SAYS_SOMETHING, stderr=full).stdout == "done\n"
+
+
+def test_letters_that_an_encoding_has_not() -> None:
+    """In the C locale, and on Windows behind a pipe, a run that had done its work ended with a UnicodeEncodeError."""
+    done = python("-m", "headprune", "methods", env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stdout.isascii()) == (0, True)
+    ascii_only, any_letter = (
+        CliRunner(charset=charset).invoke(cli.app, ["methods", "--json"]) for charset in ("ascii", "utf-8")
+    )
+    assert ascii_only.stdout.isascii()
+    assert not any_letter.stdout.isascii()
+    assert json.loads(ascii_only.stdout) == json.loads(any_letter.stdout)
+
+
+def test_a_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removed while a shell was in it: `score` told it as unexpected."""
+    monkeypatch.setattr("headprune.app.models.load_model", lambda *_, **__: Path("reports").absolute())
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    try:
+        assert "The current folder is gone" in run("inspect", "m", code=1).stderr
+    finally:
+        tmp_path.mkdir()

@@ -66,8 +66,7 @@ def no_heads(layers: list[hp.AttentionLayer], name: str) -> Drop:
     return {a.name: list(range(a.num_heads)) for a in layers}
 
 
-@pytest.mark.parametrize("name", FACTS)
-def test_found_and_masked(name: str) -> None:
+def found_and_masked(name: str) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
     """A trace finds what the table says, a mask is the brute force, and both leave the model as it was."""
     (model, example), row = made(name), FACTS[name]
     before = everything(model)
@@ -89,6 +88,7 @@ def test_found_and_masked(name: str) -> None:
     assert (masked - answer(model, example)).abs().max() > 1e-3
     if name not in NO_BLOCKS and layers[0].output_projection:
         same(masked, answer(without(model, layers, drop), example))
+    return model, example, layers
 
 
 def loaded(model: nn.Module, name: str, folder: Path) -> list[nn.Module]:
@@ -106,15 +106,19 @@ def loaded(model: nn.Module, name: str, folder: Path) -> list[nn.Module]:
 )
 def test_pruned_is_masked_and_loaded_is_saved(name: str, way: Callable[..., Drop], tmp_path: Path) -> None:
     """On the example and on an input that the proof has not seen; then once more, counted within what is left."""
-    model, example = made(name)
-    dense, layers = copy.deepcopy(model), hp.find_attention(model, example)
-    drop = way(layers, name)
+    if way is some:
+        model, example, layers = found_and_masked(name)
+    else:
+        model, example = made(name)
+        layers = hp.find_attention(model, example)
+    dense, drop = copy.deepcopy(model), way(layers, name)
     proof = hp.prune(model, drop, example, layers=layers)
     assert proof.difference <= proof.tolerance
     for batch in (example, other(example)):
         with hp.mask(dense, drop, layers=layers):
             same(answer(model, batch), answer(dense, batch))
-    left = {a.name: a for a in hp.find_attention(model, example) if a.prunable}
+    found = hp.find_attention(model, example)
+    left = {a.name: a for a in found if a.prunable}
     stay = {a.name: [h for h in range(a.num_heads) if h not in drop[a.name]] for a in layers}
     for layer in layers:  # one head of a 3-D softmax is not told from other softmaxes
         kept = left[layer.name].num_heads if layer.name in left else min(len(stay[layer.name]), 1)
@@ -123,7 +127,7 @@ def test_pruned_is_masked_and_loaded_is_saved(name: str, way: Callable[..., Drop
         again = {a.name: list(a.units[-1]) for a in left.values() if len(a.units) > 1}
         again = again if not is_built(name) else dict(list(again.items())[:1])
         drop = {n: sorted({*heads, *(stay[n][h] for h in again.get(n, ()))}) for n, heads in drop.items()}
-        hp.prune(model, again, example)
+        hp.prune(model, again, example, layers=found)
         with hp.mask(dense, drop, layers=layers):
             same(answer(model, other(example)), answer(dense, other(example)))
     models = loaded(model, name, tmp_path / "pruned")
@@ -166,8 +170,8 @@ def test_a_refused_prune_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", MASKED)
 def test_heads_that_are_only_masked(name: str) -> None:
-    model, example = made(name)
-    layers, before = hp.find_attention(model, example), everything(model)
+    model, example, layers = found_and_masked(name)
+    before = everything(model)
     with pytest.raises(hp.HeadPruneError, match=f"{layers[0].name} .*{FACTS[name]['only_masked']}"):
         hp.prune(model, {layers[0].name: list(layers[0].units[0])}, example, layers=layers)
     assert everything(model) == before

@@ -8,20 +8,18 @@ import shutil
 import socket
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers as tf
 
 import headprune as hp
-from headprune.app.data.reading import read_splits
-from headprune.app.folders import Folder
-from headprune.app.runs import RunFolder
-from headprune.files import locked, write_file, write_json
-from tests.support.commands import run, runner
+from tests.support.commands import invoke, run
 from tests.support.documents import RUN
-from tests.support.folders import write_jsonl
-from tests.support.zoo import vit
+from tests.support.folders import sentences, write_jsonl
+from tests.support.zoo import bert, vit
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,13 +34,17 @@ def victim(tmp_path: Path) -> Path:
     return folder
 
 
+def write(path: Path, kind: str, **data: Any) -> None:
+    """A document of headprune's, as somebody else may write it: without a checksum."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"headprune": kind, "schema": 1, **data}))
+
+
 @pytest.fixture
 def sent(tmp_path: Path) -> Path:
     """A run folder that somebody sent."""
-    folder = tmp_path / "sent"
-    folder.mkdir()
-    write_json(folder / "run.json", "run", RUN)
-    return folder
+    write(tmp_path / "sent" / "run.json", "run", **RUN)
+    return tmp_path / "sent"
 
 
 def untouched(victim: Path) -> None:
@@ -52,12 +54,10 @@ def untouched(victim: Path) -> None:
 
 def use(sent: Path) -> None:
     """What people do with a run folder."""
-    from headprune.cli import app
-
     for typed in (["report", sent], ["prune", "-k", 4, "--scores", sent], ["prune", "-k", 4, "-o", sent], ["inspect", sent],
                   ["prune", "m", "-d", "d", "-k", 4, "-o", sent, "--overwrite"],
                   ["finetune", sent / "pruned-4", "-o", sent]):  # fmt: skip
-        result = runner.invoke(app, [str(a) for a in typed])
+        result = invoke(*map(str, typed))
         assert isinstance(result.exception, SystemExit | None), result.exception
         assert "unexpected" not in result.stderr, result.stderr
 
@@ -68,21 +68,23 @@ def use(sent: Path) -> None:
 def test_a_publication_removes_nothing_elsewhere(name: Any, sent: Path, victim: Path) -> None:
     """It was enough to look at such a folder: `headprune report sent` removed what the file named."""
     name = name.format(victim=victim) if isinstance(name, str) else name
-    write_json(sent / ".ready" / ".gone.json", "publication", {"gone": [name]})
-    RunFolder(sent).settle()
+    write(sent / ".ready" / ".gone.json", "publication", gone=[name])
     if name == "../mine":
         use(sent)
+    else:
+        invoke("report", str(sent))
     untouched(victim)
     assert (sent / "run.json").exists()
+    assert not (sent / ".ready").exists()
 
 
 def test_a_publication_of_names_is_finished(sent: Path) -> None:
     (sent / "old.md").touch()
-    (sent / ".ready").mkdir()
+    write(sent / ".ready" / ".gone.json", "publication", gone=["old.md"])
     (sent / ".ready" / "new.md").touch()
-    write_json(sent / ".ready" / ".gone.json", "publication", {"gone": ["old.md"]})
-    RunFolder(sent).settle()
-    assert sorted(p.name for p in sent.iterdir() if p.name[0] != ".") == ["new.md", "run.json"]
+    run("report", sent)
+    assert not (sent / "old.md").exists()
+    assert {"new.md", "run.json"} <= {p.name for p in sent.iterdir()}
 
 
 @pytest.mark.parametrize("link", [".unfinished", ".ready", ".lock"])
@@ -94,20 +96,14 @@ def test_links_in_the_place_of_our_own_are_not_followed(link: str, ready: bool, 
     if ready and link != ".ready":
         (sent / ".ready").mkdir()
         use(sent)
-    with pytest.raises(hp.HeadPruneError, match="is a link, which headprune never makes there"):
-        RunFolder(sent).settle()
-    with pytest.raises(hp.HeadPruneError, match="is a link"):
-        Folder(sent).clear_unfinished()
+    assert "is a link, which headprune never makes there" in run("report", sent, code=1).stderr
     untouched(victim)
 
 
 def test_a_lock_is_no_link(tmp_path: Path, victim: Path) -> None:
     (tmp_path / ".model.lock").symlink_to(victim / "file")
-    with (
-        pytest.raises(hp.HeadPruneError, match="cannot be written"),
-        locked(tmp_path / ".model.lock", "The folder", "test"),
-    ):
-        pass
+    with pytest.raises(hp.HeadPruneError, match="cannot be written"):
+        hp.save(bert()[0], tmp_path / "model")
     untouched(victim)
 
 
@@ -120,18 +116,20 @@ def test_what_is_written_replaces_links(sent: Path, victim: Path) -> None:
     untouched(victim)
     temporary = sent / f".plan.json.{os.getpid()}.tmp"  # a name that can be guessed
     temporary.symlink_to(victim / "file")
-    write_file(sent / "plan.json", "{}")
-    assert (sent / "plan.json").read_text() == "{}"
+    plan = hp.PruningPlan({"L0": [1]}, 4)
+    plan.save(sent / "plan.json")
+    assert hp.PruningPlan.load(sent / "plan.json") == plan
     untouched(victim)
 
 
-@pytest.mark.parametrize("key", [3, None, ["x"], {"key": "a"}])
-def test_a_damaged_note_of_an_interrupted_command(key: Any, sent: Path) -> None:
+@pytest.mark.parametrize("value", [3, ["dict", [["tuple", ["key", "a"]]]]])
+def test_a_damaged_note_of_an_interrupted_command(value: Any, sent: Path) -> None:
     """It was indexed blindly: KeyError."""
-    RunFolder(sent).store().keep("key", key)
-    assert RunFolder(sent).left_by == key
-    if key == 3:
-        use(sent)
+    content = json.dumps({"name": "key", "seconds": 0.0, "value": value}).encode() + b"\n"
+    (sent / ".unfinished").mkdir()
+    note = sent / ".unfinished" / f"key-{sha256(b'key').hexdigest()[:12]}.part"
+    note.write_bytes(sha256(content).digest() + content)
+    use(sent)
 
 
 # -- the network ------------------------------------------------------------------------------------------------------
@@ -172,15 +170,12 @@ def note(event, given):
 
 tried = []
 sys.addaudithook(note)
+from tests.support.commands import run
 from tests.support.interrupted import load
-from headprune.cli import app
 import headprune as hp
 load()
 for line in sys.argv[1:]:
-    try:
-        app(shlex.split(line))
-    except SystemExit as done:
-        assert not done.code, line
+    run(*shlex.split(line))
 hp.save(hp.load("r/pruned-4"), "again")
 assert not tried, tried
 try:
@@ -228,34 +223,33 @@ def test_a_path_is_not_looked_for_on_the_hub(name: str, cut: list[Any], here: Pa
     "address", ["http://127.0.0.1:9/a.jsonl", "hf://datasets/someone/data/a.jsonl", "file:///etc/passwd"]
 )
 @pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
-def test_a_folder_of_data_names_no_address(address: str, file: str, cut: list[Any], here: Path) -> None:
+def test_a_folder_of_data_names_no_address(
+    address: str, file: str, cut: list[Any], here: Path, bert_folder: Path
+) -> None:
     """`datasets` would fetch what its README names."""
-    (here / "data").mkdir()
+    write_jsonl(here / "data" / "train.jsonl", sentences(9, 0))
     text = f"configs:\n- config_name: default\n  data_files: {address}\n"
     (here / "data" / file).write_text(f"---\n{text}---\n# Data\n" if file == "README.md" else text)
-    (here / "data" / "train.jsonl").write_text('{"text": "a", "label": 1}\n')
-    with pytest.raises(hp.HeadPruneError, match="names files elsewhere"):
-        read_splits("data")
+    assert "names files elsewhere" in run("score", bert_folder, "-d", "data", "-m", "random", code=1).stderr
     assert cut == []
 
 
-def test_a_readme_may_have_links(here: Path) -> None:
-    (here / "data").mkdir()
-    (here / "data" / "README.md").write_text(
-        "---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files: train.jsonl\n---\nFrom https://example.org.\n"
+def test_a_readme_may_have_links(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    shutil.copytree(data_folder, here / "data")
+    files = "[{split: train, path: train.jsonl}, {split: test, path: test.jsonl}]"
+    text = (
+        f"---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files: {files}\n---\nFrom https://example.org.\n"
     )
-    (here / "data" / "train.jsonl").write_text('{"text": "a", "label": 1}\n')
-    assert len(read_splits("data")["train"]) == 1
+    (here / "data" / "README.md").write_text(text)
+    assert "to score (train)" in run("score", bert_folder, "-d", "data", "-L", 8, "--dry-run").stderr
 
 
 def test_a_row_names_no_image_elsewhere(cut: list[Any], here: Path) -> None:
     """transformers' image processors fetch what a text names."""
-    from headprune.app.data import DataOptions, load_parts
-    from headprune.app.models import TASKS, LoadedModel
-
-    loaded = LoadedModel(vit()[0], None, TASKS["image-classification"], "x", "x")
+    vit()[0].save_pretrained("vit")
+    tf.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained("vit")
     for image in ("http://127.0.0.1:9/a.png", "/etc/passwd", ["http://127.0.0.1:9/a.png"]):
         data = write_jsonl(here / "x.jsonl", [{"image": image, "label": 0}] * 9)
-        with pytest.raises(hp.HeadPruneError, match="column 'image' holds no image"):
-            load_parts(DataOptions(str(data)), loaded)
+        said = run("score", "vit", "-d", data, "-m", "random", code=1).stderr
+        assert "column 'image' holds no image" in " ".join(said.split())
     assert not [host for host in cut if "127" in str(host)]  # datasets may have looked for news of its own

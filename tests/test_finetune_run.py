@@ -15,6 +15,7 @@ import headprune as hp
 from tests.support.commands import run
 from tests.support.documents import opened
 from tests.support.folders import sentences
+from tests.support.stays import edit
 from tests.support.zoo import randomise, vit
 
 
@@ -150,32 +151,14 @@ def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyP
     assert not list(pruned_here.rglob(".*"))
 
 
-def test_more_mistakes(pruned_here: Path, data_folder: Path) -> None:
-    lone = pruned_here.parent / "lone"
-    shutil.copytree(pruned_here / "pruned-4", lone)
-    assert "Name the dataset with -d" in run("finetune", lone, code=1).stderr
-    renamed(lone, "gone/away")
-    assert "--teacher" in run("finetune", lone, "-d", data_folder, code=1).stderr
-    shutil.copytree(pruned_here / "pruned-4", pruned_here / "pruned-3")
-    assert "2 pruned models (pruned-3, pruned-4)" in run("finetune", pruned_here, code=1).stderr
-
-
-def renamed(folder: Path, source: str) -> None:
-    """Another dense model's name in a pruned folder."""
-    sidecar = opened(folder / "headprune.json")
-    sidecar["about"]["from"] = source
-    (folder / "headprune.json").write_text(json.dumps(sidecar))
-
-
 @pytest.mark.parametrize("part", ["weights", "config"])
 def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_folder: Path, here: Path) -> None:
     """It would teach, and be measured as the model that was pruned."""
     source = here / "m"
     shutil.copytree(bert_folder, source)
-    document = opened(pruned_here / "run.json")
-    document["options"]["model"] = str(source)
-    (pruned_here / "run.json").write_text(json.dumps(document))
-    renamed(pruned_here / "pruned-4", str(source))
+    edit(pruned_here / "run.json", options={**opened(pruned_here / "run.json")["options"], "model": str(source)})
+    about = {**opened(pruned_here / "pruned-4" / "headprune.json")["about"], "from": str(source)}
+    edit(pruned_here / "pruned-4" / "headprune.json", about=about)
     if part == "weights":
         model = tf.AutoModelForSequenceClassification.from_pretrained(source)
         model.classifier.weight.data[0, 0] += 1e-3
