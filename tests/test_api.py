@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -377,10 +378,6 @@ def test_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = {"example": text(2, 6), "batches": batches[:3], "other_batches": batches[3:5]}
     names = {"model": model, "report_batches": batches[5:], **examples}
     exec(code, names)
-    for name in (
-        "find_attention", "score", "search", "repair", "prune", "evaluate", "compare", "benchmark", "save", "load",
-    ):  # fmt: skip
-        assert f"hp.{name}(" in code
     plans: Any = names["plans"]
     assert [p.kept for p in plans] == [36, 18]
     assert sum(a.num_heads for a in hp.find_attention(names["model"], names["example"])) == 36
@@ -395,21 +392,10 @@ def test_the_reference_is_what_the_docstrings_say(monkeypatch: pytest.MonkeyPatc
         assert name == "__version__" or f"\n### {name}\n" in written
 
 
-def test_types_are_shipped() -> None:
-    assert (Path(hp.__file__).parent / "py.typed").is_file()
-
-
 def test_the_changelog_knows_this_version() -> None:
     found = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert found[0] == "Unreleased"
     assert hp.__version__ in found
-
-
-class Pipeline:
-    """As transformers' pipelines are: the model is in it."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
 
 
 TAKE_A_MODEL = [
@@ -422,15 +408,10 @@ def test_what_is_no_model_is_said(name: str, tmp_path: Path) -> None:
     """A path, a tokenizer or a pipeline, given to any public function: one line, not an AttributeError."""
     function, batch = getattr(hp, name), {"input_ids": torch.ones(2, 4, dtype=torch.long)}
     known = {"batches": [batch], "example": batch, "plan": {"L0": [0]}, "heads": {"L0": [0]}, "path": tmp_path / "new"}
-    required = [
-        n
-        for n, p in inspect.signature(function).parameters.items()
-        if n != "model" and p.default is p.empty and p.kind is not p.VAR_KEYWORD
-    ]
-    given = {n: known.get(n) for n in required}
-    for wrong, says in (("gpt2", "The model is a str.*from_pretrained"), (Pipeline(nn.Linear(1, 1)), "pipeline.model")):
-        with (
-            pytest.raises(hp.HeadPruneError, match=says),
-            function(wrong, **given) if name == "mask" else contextlib.nullcontext(function(wrong, **given)),
-        ):
-            pass
+    parameters = inspect.signature(function).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    given = {name: known.get(name) for name in required if name != "model"}
+    pipeline = SimpleNamespace(model=nn.Linear(1, 1))  # as transformers' pipelines are: the model is in it
+    for wrong, says in (("gpt2", "The model is a str.*from_pretrained"), (pipeline, "pipeline.model")):
+        with pytest.raises(hp.HeadPruneError, match=says), contextlib.ExitStack() as stack:
+            stack.enter_context(function(wrong, **given))  # only a mask would be one, and none comes so far

@@ -19,7 +19,7 @@ from huggingface_hub.utils import filter_repo_objects
 from torch import nn
 
 import headprune as hp
-from tests.support.commands import run
+from tests.support.commands import run, stderr_of
 from tests.support.stays import changed, edit, files, like
 from tests.support.zoo import ZOO, randomise
 
@@ -314,6 +314,6 @@ def test_refusals_are_one_line(what: str, value: Any, why: str, folder: Path, mo
 def test_a_damaged_folder_is_not_pushed(hub: Hub, folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
-    assert "not those that were saved" in run("push", folder, "me/smaller", code=1).stderr
-    assert "no folder" in run("push", folder / "none", "me/smaller", code=1).stderr
+    assert "not those that were saved" in stderr_of("push", folder, "me/smaller", code=1)
+    assert "no folder" in stderr_of("push", folder / "none", "me/smaller", code=1)
     assert not hub.api.called

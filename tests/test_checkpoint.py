@@ -21,7 +21,7 @@ from torch import nn
 
 import headprune as hp
 from tests.support.checks import same, state
-from tests.support.commands import run
+from tests.support.commands import run, stderr_of
 from tests.support.even import even, mistral
 from tests.support.folders import tokenizer
 from tests.support.stays import (
@@ -440,7 +440,7 @@ def test_what_is_tied_by_its_config_alone_is_refused(tmp_path: Path) -> None:
     twin = model.transformer.wte.weight.detach().clone()
     for head, code in ((twin, 0), (twin + 1, 1)):  # one that says the same twice, and one that does not
         save_file({**load_file(file), "lm_head.weight": head}, file, metadata={"format": "pt"})
-        said = run("inspect", tmp_path / "dense", code=code).stderr
+        said = stderr_of("inspect", tmp_path / "dense", code=code)
         assert (
             "dense has weights of its own for lm_head.weight" in said and "tie_word_embeddings to false" in said
         ) == bool(code)

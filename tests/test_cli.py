@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 import headprune as hp
 from headprune.app.console import Console, TimeLeft
-from tests.support.commands import COMMANDS, PRUNE, metrics_of, python, run
+from tests.support.commands import COMMANDS, PRUNE, metrics_of, python, run, stderr_of
 from tests.support.documents import opened
 from tests.support.folders import sentences
 
@@ -108,7 +108,7 @@ def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Pa
 def test_dry_runs_write_nothing(here: Path, bert_folder: Path, data_folder: Path) -> None:
     assert "Nothing was written" in run("score", bert_folder, "-d", data_folder, "--dry-run").stdout
     assert not (here / "reports").exists()
-    assert "Data:" in run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "--json").stderr
+    assert "Data:" in stderr_of("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "--json")
     before = {p: p.stat().st_mtime_ns for p in here.rglob("*")}
     assert "keeps 4 of 8" in run("prune", "-k", 4, "--dry-run").stdout
     assert {p: p.stat().st_mtime_ns for p in here.rglob("*")} == before
@@ -122,7 +122,7 @@ def test_inspect(bert_folder: Path, llama_folder: Path) -> None:
 
 def test_a_model_without_a_tokenizer(bert_folder: Path, data_folder: Path, here: Path) -> None:
     shutil.copytree(bert_folder, here / "model", ignore=shutil.ignore_patterns("tokenizer*"))
-    assert "no tokenizer" in run("score", "model", "-d", data_folder, code=1).stderr
+    assert "no tokenizer" in stderr_of("score", "model", "-d", data_folder, code=1)
 
 
 def test_a_model_of_images_that_names_no_size(here: Path) -> None:
@@ -143,7 +143,7 @@ def test_what_stopped_a_run_is_said(
 
     stopped = hp.errors.Stopped(status) if status else KeyboardInterrupt
     monkeypatch.setattr("headprune.app.workflow.pruning.score", Mock(side_effect=stopped))
-    assert f"headprune: {says}" in run("score", bert_folder, "-d", data_folder, code=status or 130).stderr
+    assert f"headprune: {says}" in stderr_of("score", bert_folder, "-d", data_folder, code=status or 130)
     assert not list(here.rglob("*"))
 
 
@@ -196,7 +196,7 @@ def test_hub_ids_go_through_the_hub(monkeypatch: pytest.MonkeyPatch, bert_folder
     seen = []
     real = tf.AutoConfig.from_pretrained
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", lambda s, **k: seen.append((s, k)) or real(bert_folder))
-    assert "does not load" in run("inspect", "someone/some-model@v2", "--task", "causal-lm", code=1).stderr
+    assert "does not load" in stderr_of("inspect", "someone/some-model@v2", "--task", "causal-lm", code=1)
     assert seen == [("someone/some-model", {"revision": "v2", "trust_remote_code": False})]
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import headprune as hp
-from tests.support.commands import PRUNE, run
+from tests.support.commands import PRUNE, run, stderr_of
 
 pytestmark = pytest.mark.usefixtures("brief")
 
@@ -160,7 +160,7 @@ def test_training_after_pruning(scored: Path) -> None:
 
 
 def test_strategies_by_name(scored: Path, here: Path) -> None:
-    message = run("prune", "-k", 4, "-s", "swap", "-q", code=1).stderr
+    message = stderr_of("prune", "-k", 4, "-s", "swap", "-q", code=1)
     assert "do not weigh pairs of heads. Score with --method fisher" in " ".join(message.split())
     run("prune", "-k", 4, "-s", "greedy", "-o", "greedy", "--scores", scored / "scores.json", "-q")
     assert budget_of(Path("greedy"))["strategy"] == "greedy"

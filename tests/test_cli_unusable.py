@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import headprune as hp
 from headprune import cli
 from tests.support import zoo
-from tests.support.commands import invoke, python, run
+from tests.support.commands import invoke, python, run, stderr_of
 from tests.support.folders import WORDS, sentences, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("brief", "here")
@@ -43,7 +43,7 @@ def test_weights_that_are_not_numbers_are_named(saved_by: str, bert_folder: Path
         model.save_pretrained(folder)
     else:
         hp.checkpoint.save(model, folder, processor=tf.AutoTokenizer.from_pretrained(bert_folder), overwrite=True)
-    error = run("score", folder, "-d", data_folder, code=1).stderr
+    error = stderr_of("score", folder, "-d", data_folder, code=1)
     assert "1 of 1,024 values of bert.encoder.layer.1.attention.self.key.weight are NaN" in error
     assert "column" not in error
 
@@ -52,11 +52,11 @@ def test_a_run_folder_stands_for_the_pruned_model_in_it(bert_folder: Path, here:
     run_folder, model = here / "run", tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
     run_folder.mkdir()
     (run_folder / "run.json").write_text("{}")
-    assert "holds no pruned model" in run("inspect", run_folder, code=1).stderr
+    assert "holds no pruned model" in stderr_of("inspect", run_folder, code=1)
     hp.save(model, run_folder / "pruned-7")
-    assert "the model in it that was pruned already, pruned-7, is taken" in run("inspect", run_folder).stderr
+    assert "the model in it that was pruned already, pruned-7, is taken" in stderr_of("inspect", run_folder)
     shutil.copytree(run_folder / "pruned-7", run_folder / "pruned-10")
-    error = run("export", run_folder, "--to", "gguf", code=1).stderr
+    error = stderr_of("export", run_folder, "--to", "gguf", code=1)
     assert "2 pruned models (pruned-7, pruned-10)" in error
 
 
@@ -83,14 +83,12 @@ def test_texts_that_are_cut_are_counted(bert_folder: Path, here: Path) -> None:
     assert note in " ".join(result.stderr.split())
     assert note in json.loads((here / "run" / "run.json").read_text())["notes"]
     assert note in (here / "run" / "report.md").read_text()
-    said = " ".join(
-        run("score", bert_folder, "-d", "data", "-m", "random", "--max-length", 16, "-o", "cut").stderr.split()
-    )
+    said = stderr_of("score", bert_folder, "-d", "data", "-m", "random", "--max-length", 16, "-o", "cut")
     assert "Texts of more than 16 tokens were cut there (--max-length says where): 3 of 20" in said
     words = " ".join(["good"] * 29)
     just_fits: list[dict[str, object]] = [{"text": f"{words} {w}", "label": 1} for w in WORDS]
     data = write_jsonl(here / "fits.jsonl", just_fits)
-    assert "cut there" not in run("score", bert_folder, "-d", data, "-m", "random", "-o", "fits").stderr
+    assert "cut there" not in stderr_of("score", bert_folder, "-d", data, "-m", "random", "-o", "fits")
 
 
 # -- the disk ------------------------------------------------------------------------------------------
@@ -121,7 +119,7 @@ def test_a_link_that_leads_nowhere(bert_folder: Path, data_folder: Path, here: P
     link.symlink_to(here / "disk" / "results")
     for place in (link, link / "run"):
         for command in (["score", bert_folder, "-d", data_folder], ["export", bert_folder, "--to", "stock"]):
-            said = run(*command, "-o", place, code=1).stderr
+            said = stderr_of(*command, "-o", place, code=1)
             assert f"{link} is a link to {here / 'disk' / 'results'}, which is not there." in said
     with pytest.raises(hp.HeadPruneError, match="is a link to"):
         hp.save(zoo.bert()[0], link)
@@ -171,7 +169,7 @@ def test_a_perplexity_that_is_unknown_is_refused_before_the_long_work(
     for step in ("pruning.score", "results.evaluate", "search.arrange"):
         monkeypatch.setattr(f"headprune.app.workflow.{step}", Mock(side_effect=AssertionError("the long work began")))
     for more in ((), ("--dry-run",)):
-        error = run("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1).stderr
+        error = stderr_of("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1)
         assert "cannot be measured: its own loss is not the cross-entropy of its logits" in " ".join(error.split())
 
 
@@ -183,7 +181,7 @@ def test_a_name_that_is_no_text_is_refused_before_the_work(typed: str, bert_fold
     name = os.fsdecode(b"n\xff")
     Path(name).mkdir()
     places = {"NAME": name, "bert": str(bert_folder), "d": str(data_folder)}
-    line = run(*(places.get(word, word) for word in typed.split()), code=1).stderr
+    line = stderr_of(*(places.get(word, word) for word in typed.split()), code=1)
     assert "is not UTF-8" in line
     assert "unexpected" not in line
     assert not list(Path(name).iterdir())
@@ -195,7 +193,7 @@ def test_a_name_that_is_no_text_is_refused_before_the_work(typed: str, bert_fold
 ])  # fmt: skip
 def test_the_cache_of_data_is_not_the_data(error: OSError, message: str, bert_folder: Path, data_folder: Path) -> None:
     with patch("datasets.load_dataset", side_effect=error):
-        said = " ".join(run("score", bert_folder, "-d", data_folder, "-m", "random", code=1).stderr.split())
+        said = stderr_of("score", bert_folder, "-d", data_folder, "-m", "random", code=1)
     assert message in said
     assert "HF_HOME" in said
     assert "Check the files" not in said
@@ -310,6 +308,6 @@ def test_a_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
     try:
-        assert "The current folder is gone" in run("inspect", "m", code=1).stderr
+        assert "The current folder is gone" in stderr_of("inspect", "m", code=1)
     finally:
         tmp_path.mkdir()

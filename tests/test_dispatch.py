@@ -27,7 +27,7 @@ from headprune.checkpoint import load_call
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
-from headprune.offload import Offloaded, copied, is_offloaded, put, value_of
+from headprune.offload import Offloaded, copied, is_offloaded, put
 from headprune.repairing import calibrate
 from headprune.running import blocks_of
 from headprune.scoring import gradient
@@ -222,15 +222,6 @@ def test_a_module_that_needs_a_stand_in_is_refused(tmp_path: Path) -> None:
     spread = on_disk(model, tmp_path)
     with pytest.raises(HeadPruneError, match=r"\(MultiheadAttention\) is replaced by a stand-in"):
         hp.find_attention(spread, example)
-
-
-def test_weights_that_are_nowhere_are_refused() -> None:
-    with torch.device("meta"):
-        model = tf.BertForSequenceClassification(tf.BertConfig(**zoo.sizes("sdpa", num_hidden_layers=1)))
-    with pytest.raises(HeadPruneError, match=r"query.weight has no numbers \(it is on the meta device"):
-        hp.prune(model, {"bert.encoder.layer.0.attention.self": [0]}, zoo.text(2, 5))
-    with pytest.raises(KeyError):
-        value_of(model.classifier, "weight")
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import COMMANDS, RETIRED, run
+from tests.support.commands import COMMANDS, RETIRED, run, stderr_of
 
 ROOT = Path(__file__).parents[1]
 MADE = {"api.md", "coverage.md", "coverage-onnx.md", "licences.md"}
@@ -75,7 +75,7 @@ def test_one_line_says_what_to_type_instead(name: str) -> None:
 
 
 def test_an_option_without_its_value_is_not_taken_for_a_retired_one() -> None:
-    assert "requires an argument" in run("prune", "--keep", code=2).stderr
+    assert "requires an argument" in stderr_of("prune", "--keep", code=2)
 
 
 @pytest.mark.parametrize("command", ["score", "prune", "finetune", "show", "bench", "export", "push"])

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 import headprune as hp
 from headprune.app import report
 from headprune.app.documents import Cut, FinetuneRecord, Heads, Metrics, Run
-from headprune.app.report import finetune_report
 from headprune.app.runs import RunFolder
 from headprune.attention import AttentionLayer
 from headprune.checkpoint import about, load_call
@@ -133,16 +132,6 @@ def test_a_part_is_the_same_as_far_as_both_sides_say() -> None:
     assert not texts.same(replace(cut, score=replace(cut.score, content_hash="y")))
     for part in (replace(cut.report, examples=3), replace(cut.report, rows_hash="x")):
         assert not cut.same(replace(cut, report=part))
-
-
-def test_the_report_of_a_fine_tuning() -> None:
-    text = finetune_report("r", from_json(FinetuneRecord, FINETUNE))
-    kept = (
-        "Kept: the weights after epoch 1, by accuracy on 50 choosing examples (`validation`): 50.0 % after 0 epochs, "
-    )
-    assert f"{kept}75.0 % after 1 epoch, 62.5 % after 2 epochs." in text
-    row = "60.0 % (50.0 % to 70.0 %) | -10.00 points (-15.00 to -5.00) | no measurable change |"
-    assert f"| pruned, fine-tuned | {row}" in text
 
 
 # -- what JSON has no form for ------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 import transformers as tf
 
 import headprune as hp
-from tests.support.commands import invoke, run
+from tests.support.commands import invoke, run, stderr_of
 from tests.support.documents import RUN
 from tests.support.folders import sentences, write_jsonl
 from tests.support.zoo import bert, vit
@@ -96,7 +96,7 @@ def test_links_in_the_place_of_our_own_are_not_followed(link: str, ready: bool, 
     if ready and link != ".ready":
         (sent / ".ready").mkdir()
         use(sent)
-    assert "is a link, which headprune never makes there" in run("report", sent, code=1).stderr
+    assert "is a link, which headprune never makes there" in stderr_of("report", sent, code=1)
     untouched(victim)
 
 
@@ -212,9 +212,9 @@ def test_local_work_calls_no_one(here: Path, bert_folder: Path, data_folder: Pat
 
 @pytest.mark.parametrize("name", ["./gone", "../gone", "gone/a/b", "/gone", "~/gone"])
 def test_a_path_is_not_looked_for_on_the_hub(name: str, cut: list[Any], here: Path, data_folder: Path) -> None:
-    error = run("score", name, "-d", data_folder, code=1).stderr
+    error = stderr_of("score", name, "-d", data_folder, code=1)
     assert "no such folder, and on the Hugging Face Hub no model can have this name" in error
-    error = run("score", "./gone", "-d", f"{name}.jsonl", code=1).stderr
+    error = stderr_of("score", "./gone", "-d", f"{name}.jsonl", code=1)
     assert "There is no file or folder" in error
     assert cut == []
 
@@ -230,7 +230,7 @@ def test_a_folder_of_data_names_no_address(
     write_jsonl(here / "data" / "train.jsonl", sentences(9, 0))
     text = f"configs:\n- config_name: default\n  data_files: {address}\n"
     (here / "data" / file).write_text(f"---\n{text}---\n# Data\n" if file == "README.md" else text)
-    assert "names files elsewhere" in run("score", bert_folder, "-d", "data", "-m", "random", code=1).stderr
+    assert "names files elsewhere" in stderr_of("score", bert_folder, "-d", "data", "-m", "random", code=1)
     assert cut == []
 
 
@@ -241,7 +241,7 @@ def test_a_readme_may_have_links(here: Path, bert_folder: Path, data_folder: Pat
         f"---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files: {files}\n---\nFrom https://example.org.\n"
     )
     (here / "data" / "README.md").write_text(text)
-    assert "to score (train)" in run("score", bert_folder, "-d", "data", "-L", 8, "--dry-run").stderr
+    assert "to score (train)" in stderr_of("score", bert_folder, "-d", "data", "-L", 8, "--dry-run")
 
 
 def test_a_row_names_no_image_elsewhere(cut: list[Any], here: Path) -> None:
@@ -250,6 +250,6 @@ def test_a_row_names_no_image_elsewhere(cut: list[Any], here: Path) -> None:
     tf.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained("vit")
     for image in ("http://127.0.0.1:9/a.png", "/etc/passwd", ["http://127.0.0.1:9/a.png"]):
         data = write_jsonl(here / "x.jsonl", [{"image": image, "label": 0}] * 9)
-        said = run("score", "vit", "-d", data, "-m", "random", code=1).stderr
-        assert "column 'image' holds no image" in " ".join(said.split())
+        error = stderr_of("score", "vit", "-d", data, "-m", "random", code=1)
+        assert "column 'image' holds no image" in error
     assert not [host for host in cut if "127" in str(host)]  # datasets may have looked for news of its own

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune import HeadPruneError
-from tests.support.commands import PRUNE, run
+from tests.support.commands import PRUNE, run, stderr_of
 from tests.support.decoders import DECODERS, EXAMPLE, TOKENIZERS, bytewise, llama, mistral, qwen2, scaled, settings
 from tests.support.engines import by_llama_cpp, by_onnxruntime, by_openvino
 from tests.support.even import MADE, even, even_plan
@@ -436,8 +436,8 @@ def test_files_are_timed_in_turn(tmp_path: Path) -> None:
     rows = json.loads(timed.stdout)["rows"]
     assert [(row["batch"], row["length"]) for row in rows] == [(2, 4), (2, 6)]
     assert all(timing["runs"] >= 3 for row in rows for timing in row["timings"].values())
-    assert "does not exist" in run("bench", files[0].path, tmp_path / "none.onnx", code=1).stderr
-    assert "Only one" in run("bench", files[0].path, tmp_path, code=1).stderr
+    assert "does not exist" in stderr_of("bench", files[0].path, tmp_path / "none.onnx", code=1)
+    assert "Only one" in stderr_of("bench", files[0].path, tmp_path, code=1)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 
 import headprune as hp
-from tests.support.commands import run
+from tests.support.commands import run, stderr_of
 from tests.support.documents import opened
 from tests.support.folders import sentences
 from tests.support.stays import edit
@@ -94,7 +94,7 @@ def test_finetune(pruned_here: Path, bert_folder: Path) -> None:
         assert f"{100 * np.mean(right):.1f} %" in (output / file).read_text()
     assert str(bert_folder.parent) not in (output / "README.md").read_text()  # it may be published
     # A fine-tuned model is a model: it can be fine-tuned again, and the dense one is still known.
-    assert "exists" in run("finetune", source, code=1).stderr
+    assert "exists" in stderr_of("finetune", source, code=1)
     again = run("finetune", output, "-d", document["data"]["dataset"], "-o", "again", "--json", "-q")
     assert json.loads(again.stdout)["teacher"] == str(bert_folder)
     run("finetune", source, "--overwrite", "--train-limit", 8, "-q")
@@ -144,7 +144,7 @@ def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch:
         patch.setattr("headprune.app.finetune._Trainer.store_flos", stop)
-        assert "interrupted" in run("finetune", "run", "--epochs", 3, code=130).stderr
+        assert "interrupted" in stderr_of("finetune", "run", "--epochs", 3, code=130)
     assert (pruned_here / "pruned-4-finetuned" / ".unfinished" / "training").is_dir()
     result = run("finetune", "run", "--epochs", 3, "--no-resume", "--json")
     assert json.loads(result.stdout)["training"]["resumed"] is None
@@ -166,6 +166,6 @@ def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_fol
     else:
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
-    error = " ".join(run("finetune", pruned_here / "pruned-4", "--epochs", 1, code=1).stderr.split())
+    error = stderr_of("finetune", pruned_here / "pruned-4", "--epochs", 1, code=1)
     assert f"The {part} of {source} changed since the model was pruned" in error
     assert "--teacher" in error

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 import headprune as hp
-from tests.support.commands import run
+from tests.support.commands import run, stderr_of
 from tests.support.folders import sentences, tiny_world, write_jsonl
 from tests.support.interrupted import Processes, without_costs
 
@@ -149,7 +149,7 @@ def stopped(*command: str) -> str:
     """What a command says that is interrupted when all but the times is done."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TIMING, interrupt)
-        return " ".join(run(*command, code=130).stderr.split())
+        return stderr_of(*command, code=130)
 
 
 def document(path: Path) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_without_o_the_same_command_goes_on_and_another_goes_elsewhere(here: Pat
 def test_a_wrong_command_leaves_its_folder_to_the_next(here: Path) -> None:
     """What it had found is of use: the scores are not made again."""
     command = ["prune", "m", "-d", "d", "-k", "2", "-m", "gradient", "-s", "one-shot"]
-    assert "out of reach" in run(*command, "--protect", "L0", code=1).stderr
+    assert "out of reach" in stderr_of(*command, "--protect", "L0", code=1)
     result = run(*command)
     assert "scoring by gradient" not in result.stderr
     assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
@@ -181,7 +181,7 @@ def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """A result that no file can hold: it is said where, and nothing is computed again."""
     with monkeypatch.context() as patch:
         patch.setattr(TIMING, lambda *_: {"bound": object()})
-        error = run(*QUICK, code=1).stderr
+        error = stderr_of(*QUICK, code=1)
     assert "bound is a object, which no file can hold" in " ".join(error.split())
     result = run(*QUICK)
     assert "continuing with" in result.stderr
@@ -191,7 +191,7 @@ def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_report_that_fails_loses_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("headprune.app.pictures.png", Mock(side_effect=RuntimeError("no such colour")))
-        error = " ".join(run(*QUICK, "--no-repair", code=1).stderr.split())
+        error = stderr_of(*QUICK, "--no-repair", code=1)
     assert "The report could not be written (RuntimeError: no such colour); all else is in reports/m-1." in error
     folder = here / "reports" / "m-1"
     hp.load(folder / "pruned-2")
@@ -215,7 +215,7 @@ def other_token(work: Path) -> None:
 def test_damaged_work_is_made_again(damage: Callable[[Path], None], here: Path) -> None:
     stopped(*QUICK)
     damage(next((here / "reports" / "m-1" / ".unfinished").glob("prune-*")))
-    assert "repairing" in run(*QUICK).stderr
+    assert "repairing" in stderr_of(*QUICK)
     folder = here / "reports" / "m-1" / "pruned-2"
     hp.load(folder)
     assert '"good"' in (folder / "tokenizer.json").read_text()
@@ -224,7 +224,7 @@ def test_damaged_work_is_made_again(damage: Callable[[Path], None], here: Path) 
 def test_other_data_is_never_mixed_in(here: Path) -> None:
     stopped(*QUICK, "--no-repair")
     write_jsonl(here / "d" / "test.jsonl", sentences(14, 9))
-    assert "is not used" in run(*QUICK, "--no-repair").stderr
+    assert "is not used" in stderr_of(*QUICK, "--no-repair")
     assert document(here / "reports" / "m-1" / "metrics.json")["dense"]["examples"] == 14
 
 
@@ -275,8 +275,7 @@ def test_nothing_is_said_to_have_changed_where_nothing_was_finished(
     assert {p.suffix for p in parts} == {".part"}
     for part in parts:
         part.unlink()
-    said = run(*gradient).stderr
-    assert "not used" not in said
+    assert "not used" not in stderr_of(*gradient)
 
 
 def test_a_report_that_is_interrupted_has_its_pictures(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +320,7 @@ def test_what_is_not_a_runs_own_stays(here: Path) -> None:
 
 def test_an_interruption_before_there_is_a_result(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SCORING, interrupt)
-    assert "Nothing was written." in run(*SCORE, "-o", "r", code=130).stderr
+    assert "Nothing was written." in stderr_of(*SCORE, "-o", "r", code=130)
     assert not (here / "r").exists()
 
 
@@ -333,10 +332,10 @@ def test_a_full_disk_leaves_the_old_report(here: Path, monkeypatch: pytest.Monke
 
     with monkeypatch.context() as patch:
         patch.setattr("headprune.app.pictures.png", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-        error = " ".join(run(*quick, "--overwrite", "-k", "3", code=1).stderr.split())
+        error = stderr_of(*quick, "--overwrite", "-k", "3", code=1)
     assert "No space left on the disk" in error
     assert {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()} == before
-    assert "continuing with" in run(*quick, "--overwrite", "-k", "3").stderr
+    assert "continuing with" in stderr_of(*quick, "--overwrite", "-k", "3")
 
 
 def test_documents_of_two_runs_make_no_report(here: Path) -> None:
@@ -347,8 +346,8 @@ def test_documents_of_two_runs_make_no_report(here: Path) -> None:
     for name in ("scores.json", "heads.json"):
         kept = (here / "a" / name).read_bytes()
         shutil.copy(here / "b" / name, here / "a" / name)
-        said = " ".join(run("report", "a", code=1).stderr.split())
+        said = stderr_of("report", "a", code=1)
         assert f"a/{name} is another run's: a/run.json was not written with it." in said
         (here / "a" / name).write_bytes(kept)
     (here / "a" / "run.json").write_bytes((here / "b" / "run.json").read_bytes())
-    assert "another run's" in " ".join(run("prune", "-k", "2", "--scores", "a", code=1).stderr.split())
+    assert "another run's" in stderr_of("prune", "-k", "2", "--scores", "a", code=1)

@@ -38,6 +38,11 @@ def run(*arguments: object, code: int = 0) -> Any:
     return result
 
 
+def stderr_of(*arguments: object, code: int = 0) -> str:
+    """What a command says on stderr, in one line."""
+    return " ".join(run(*arguments, code=code).stderr.split())
+
+
 def python(*arguments: str, **given: Any) -> Any:
     """What becomes of a Python of its own in the repository's folder; Ctrl-C reaches it, whatever started the tests."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **given.pop("env", {})}
