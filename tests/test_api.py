@@ -319,9 +319,7 @@ def mistakes() -> dict[str, tuple[Callable[[Subject], Any], str]]:
         "a generator twice": (twice, "gives its batches only once"),
         "nothing to choose by": (lambda s: hp.search(s.model, s.batches[:1], keep=3), "no examples to choose between"),
         "a strategy": (lambda s: hp.search(s.model, s.batches, keep=3, strategy="best"), "no strategy 'best'"),
-        "no scores": (
-            lambda s: hp.search(s.model, s.batches, keep=3, strategy="one-shot", scores=()), "needs scores",
-        ),
+        "no scores": (lambda s: hp.search(s.model, s.batches, keep=3, strategy="one-shot", scores=()), "needs scores"),
         "a layer": (lambda s: hp.search(s.model, s.batches, keep=3, protect="L9"), "no attention layer named 'L9'"),
         "plan cannot": (lambda s: hp.plan(hp.score(s.model, s.batches), 3, "auto"), "headprune.search"),
         "for other heads": (other_heads, "repaired for other heads"),

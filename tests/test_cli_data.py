@@ -222,8 +222,8 @@ def test_prune_says_what_it_scores_by(
 ) -> None:
     error = stderr_of("prune", bert_folder, "-d", data_folder, "-k", 4, *options, code=1)
     assert instead.call_args.args[0].methods == tuple(methods)
-    said = bool(methods) and "-m" not in options
-    assert error.count("There are no scores yet") == error.count(f"scored by {' and '.join(methods)} first") == int(said)
+    times = int(bool(methods) and "-m" not in options)
+    assert error.count("There are no scores yet") == error.count(f"by {' and '.join(methods)} first") == times
     text = " ".join(run("prune", "--help").stdout.replace("│", " ").split())
     assert "heads are scored by gradient, which is enough for auto, or by ablation and gradient for another" in text
 
@@ -260,10 +260,12 @@ def test_questions_that_cannot_be_used_are_counted(here: Path) -> None:
     tokenizer().save_pretrained("model")
 
     def row(context: str, answer: str) -> dict[str, object]:
-        start = (
-            {"text": [answer], "answer_start": [context.index(answer)]} if answer else {"text": [], "answer_start": []}
-        )
-        return {"question": "good film", "context": context, "answers": start}
+        start = [context.index(answer)] if answer else []
+        return {
+            "question": "good film",
+            "context": context,
+            "answers": {"text": [answer] * len(start), "answer_start": start},
+        }
 
     rows = [row(f"the {a} plot was {b}", a) for a in WORDS[:4] for b in WORDS[4:9]]
     late, none = row(f"the {'film ' * 40} was great", "great"), row("the plot was dull", "")
@@ -271,10 +273,10 @@ def test_questions_that_cannot_be_used_are_counted(here: Path) -> None:
     write_jsonl(here / "data" / "test.jsonl", [*[{**r, "question": "bad film"} for r in rows], late])
     said = stderr_of("score", "model", "-d", "data", "-m", "random", "-o", "run")
     assert "Data: 16 to score (train), 4 to choose (train), 20 to report (test); 3 rows left out. Columns:" in said
-    assert (
-        "Rows left out: 1 of 17 to score (1 without an answer); 1 of 5 to choose (1 without an answer); 1 of 21 to report"
-        in said
+    left_out = (
+        "Rows left out: 1 of 17 to score (1 without an answer); 1 of 5 to choose (1 without an answer); 1 of 21 to"
     )
+    assert left_out in said
     assert "1 of 21 to report (1 with the answer behind the cut)" in (here / "run" / "report.md").read_text()
 
 
@@ -322,10 +324,8 @@ def test_base_models_are_looked_at(here: Path) -> None:
     """They were refused, since their class names no task: no head on top is needed to look at heads."""
     randomise(tf.BertModel(tf.BertConfig(**common()))).save_pretrained("bert")
     tokenizer().save_pretrained("bert")
-    config = tf.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
-    )
-    randomise(tf.ViTModel(config)).save_pretrained("vit")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    randomise(tf.ViTModel(tf.ViTConfig(**sizes, image_size=16, patch_size=4))).save_pretrained("vit")
     for name in ("bert", "vit"):
         layers = json.loads(run("inspect", name, "--json").stdout)["layers"]
         assert [layer["num_heads"] for layer in layers] == [4, 4]
@@ -354,9 +354,8 @@ SECOND = ("--strategy", "one-shot", "-m", "gradient", "-q")
 
 
 def test_second_data_are_measured_and_change_nothing_else(here: Path, bert_folder: Path, data_folder: Path) -> None:
-    other = write_jsonl(
-        here / "other.jsonl", [{"sentence": r["text"], "label": r["label"]} for r in sentences(30, seed=9)]
-    )
+    rows: Any = [{"sentence": r["text"], "label": r["label"]} for r in sentences(30, seed=9)]
+    other = write_jsonl(here / "other.jsonl", rows)
     ask = ("prune", bert_folder, "-d", data_folder, "-L", 20, "-k", 4, *SECOND)
     run(*ask, "-o", "plain")
     screen = run(*ask[:-1], "-o", "both", "--also", other, "--also", data_folder).stdout
@@ -371,10 +370,7 @@ def test_second_data_are_measured_and_change_nothing_else(here: Path, bert_folde
     change = f"{100 * first['change']['value']:+.2f} points ({100 * first['change']['low']:+.2f} to"
     assert change in (here / "both" / "report.md").read_text().partition("## On other data")[2]
     assert str(other) in re.sub(r"\s", "", screen)
-    assert json.loads((here / "both" / "run.json").read_text())["options"]["data"]["also"] == [
-        str(other),
-        str(data_folder),
-    ]
+    assert opened(here / "both" / "run.json")["options"]["data"]["also"] == [str(other), str(data_folder)]
 
 
 def test_second_data_that_are_not_there_or_do_not_fit(here: Path, bert_folder: Path, data_folder: Path) -> None:

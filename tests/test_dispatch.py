@@ -196,9 +196,8 @@ def test_frozen_weights_stay_frozen(tmp_path: Path) -> None:
     model.bert.embeddings.requires_grad_(False)
     spread = on_disk(model, tmp_path)
     hp.score(spread, batches, layers=hp.find_attention(spread, example))
-    assert {n for n, p in spread.named_parameters() if not p.requires_grad} == {
-        n for n, p in model.named_parameters() if not p.requires_grad
-    }
+    frozen, expected = ({n for n, p in m.named_parameters() if not p.requires_grad} for m in (spread, model))
+    assert frozen == expected
 
 
 def test_tensors_without_entries_are_not_one_tensor(tmp_path: Path) -> None:
@@ -325,9 +324,7 @@ LONG: dict[str, Callable[..., Any]] = {
     "gradient": lambda model, batches, layers: hp.score(model, batches, layers=layers),
     "entropy": lambda model, batches, layers: hp.score(model, batches, "entropy", layers=layers),
     "repair": lambda model, batches, layers: hp.repair(model, {"L0": [0]}, batches, layers=layers),
-    "prune": lambda model, batches, layers: hp.prune(
-        model, {"L0": [0]}, without_labels(model, batches[0]), layers=layers
-    ),
+    "prune": lambda model, batches, layers: hp.prune(model, {"L0": [0]}, batches[0], layers=layers),
 }
 
 
@@ -335,10 +332,8 @@ LONG: dict[str, Callable[..., Any]] = {
 def test_memory_grows_with_the_tokens_and_not_with_their_square(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maps, "_MOST", 2**15)  # weights that are looked at at once
     monkeypatch.setattr(evidence, "LONG", 128)
-    config = tf.LlamaConfig(
-        **zoo.sizes("sdpa", num_hidden_layers=1, num_key_value_heads=4, max_position_embeddings=4096)
-    )
-    model = zoo.randomise(tf.LlamaForCausalLM(config)).eval()
+    sizes_ = zoo.sizes("sdpa", num_hidden_layers=1, num_key_value_heads=4, max_position_embeddings=4096)
+    model = zoo.randomise(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes_))).eval()
     layers = hp.find_attention(model, zoo.text(2, 6))
     sizes = []
     for tokens in (384, 768):

@@ -10,9 +10,8 @@ from tests.support.commands import COMMANDS, RETIRED, run, stderr_of
 
 ROOT = Path(__file__).parents[1]
 MADE = {"api.md", "coverage.md", "coverage-onnx.md", "licences.md"}
-PAGES = {
-    p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
-}
+FILES = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+PAGES = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in FILES}
 PROSE = {name: text for name, text in PAGES.items() if Path(name).name not in MADE | {"CHANGELOG.md"}}
 OPTIONS = {
     name: {o for p in command.params for o in (*p.opts, *p.secondary_opts) if o[0] == "-"} | {"--help"}
@@ -31,10 +30,8 @@ def code_in(text: str) -> list[str]:
 def anchors(text: str) -> set[str]:
     """The names by which a page's headings are linked to."""
     plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    return {
-        re.sub(r"[^\w\- ]", "", t.lower()).strip().replace(" ", "-")
-        for t in re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
-    }
+    titles = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -81,12 +78,8 @@ def test_an_option_without_its_value_is_not_taken_for_a_retired_one() -> None:
 @pytest.mark.parametrize("command", ["score", "prune", "finetune", "show", "bench", "export", "push"])
 def test_every_option_is_shown_somewhere(command: str) -> None:
     code = "\n".join(line for text in PROSE.values() for line in code_in(text))
-    missing = [
-        p.opts
-        for p in COMMANDS[command].params
-        if p.opts[0][0] == "-" and not any(re.search(rf"(?<!\S){o}(?![\w-])", code) for o in p.opts)
-    ]
-    assert not missing
+    for options in (p.opts for p in COMMANDS[command].params if p.opts[0][0] == "-"):
+        assert any(re.search(rf"(?<!\S){o}(?![\w-])", code) for o in options), options
 
 
 @pytest.mark.parametrize("name", PROSE)

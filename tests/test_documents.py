@@ -29,23 +29,9 @@ from headprune.documents import File, from_json
 from headprune.files import dumps, loads, read_json, write_file, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
-from tests.support.documents import (
-    FINETUNE,
-    GENERATION,
-    HEADS,
-    METRICS,
-    RUN,
-    TIME,
-    TRAINED,
-    heads_document,
-    opened,
-    repaired,
-    scores_of,
-)  # fmt: skip
+from tests.support.documents import ALL_METRICS, FINETUNE, HEADS, METRICS, RUN, heads_document, opened, scores_of
 
 REPORTS = sorted((Path(__file__).parent.parent / "reports").glob("*/"))
-ALL_METRICS = {**METRICS, "time": [TIME], "generation": [GENERATION]}
-ALL_METRICS["budgets"] = [{**METRICS["budgets"][0], "repair": repaired(), "finetune": TRAINED}]
 FULL: dict[type[File], dict[str, Any]] = {Run: RUN, Metrics: ALL_METRICS, FinetuneRecord: FINETUNE, Heads: HEADS}
 
 

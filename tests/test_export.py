@@ -47,29 +47,20 @@ KINDS: dict[str, Callable[[int, int], int]] = {
     "neighbours emptied": lambda i, n: n if i else 0,
     "neighbours emptied, repaired": lambda i, n: n if i else 1,
 }
-FAST = {
-    ("onnx", "bert", "repaired"),
-    ("onnx", "by size", "uniform"),
-    ("openvino", "bert", "emptied"),
-}  # of those that trace a model
-# It reads what is traced for ONNX: each kind in two models is enough.
-OPENVINO = {
-    "bert": ("uneven", "emptied", "repaired"),
-    "llama": ("uniform", "emptied", "repaired"),
-    "vit": ("uniform", "uneven"),
-}
+# Of those that trace a model.
+FAST = {("onnx", "bert", "repaired"), ("onnx", "by size", "uniform"), ("openvino", "bert", "emptied")}
 TABLE = [("onnx", name, "emptied") for name in ZOO]
 TABLE += [("onnx", name, "uneven") for name in ("gpt2", "t5", "mha")]
 TABLE += [("onnx", name, kind) for name in ("bert", "llama") for kind in ("dense", "uniform", "uneven", "repaired")]
 TABLE += [("onnx", "mixtral", "dense"), ("onnx", "whisper", "emptied")]
 TABLE += [("onnx", name, "uniform") for name in ("by size", "by shape")]
-TABLE += [("openvino", name, kind) for name, kinds in OPENVINO.items() for kind in kinds]
+# OpenVINO reads what is traced for ONNX: each kind in two models is enough.
+TABLE += [("openvino", "bert", kind) for kind in ("uneven", "emptied", "repaired")]
+TABLE += [("openvino", "llama", kind) for kind in ("uniform", "emptied", "repaired")]
+TABLE += [("openvino", "vit", kind) for kind in ("uniform", "uneven")]
 TABLE += [("gguf", "llama", kind) for kind in KINDS]
-TABLE += [
-    ("gguf", name, kind)
-    for name in ("mistral", "qwen2")
-    for kind in ("uneven", "emptied", "neighbours emptied, repaired")
-]
+FEW = ("uneven", "emptied", "neighbours emptied, repaired")
+TABLE += [("gguf", name, kind) for name in ("mistral", "qwen2") for kind in FEW]
 TABLE += [("gguf", name, "dense") for name in DECODERS if name != "llama"]
 TABLE += [("gguf", "biased llama", "emptied")]
 TABLE += [("stock", name, kind) for name in ("qwen3", "gemma", "vit") for kind in ("dense", "uniform")]
@@ -113,10 +104,8 @@ def made(to: str, name: str, kind: str) -> tuple[Any, Any]:
     """A model without the heads that go, and an example."""
     model, example = (DECODERS[name](), EXAMPLE) if to == "gguf" else MODELS[name]()
     layers = hp.find_attention(model, example)
-    drop = {
-        a.name: sorted(h for unit in a.units[: KINDS[kind](i, len(a.units))] for h in unit)
-        for i, a in enumerate(layers)
-    }
+    units = {a.name: a.units[: KINDS[kind](i, len(a.units))] for i, a in enumerate(layers)}
+    drop = {name: sorted(h for unit in gone for h in unit) for name, gone in units.items()}
     if "repaired" in kind:
         batches = [{k: v.roll(n, 0) for k, v in example.items()} for n in range(2)]
         hp.repair(model, drop, batches, values=False, answers=False)
@@ -155,9 +144,10 @@ def check(own: list[Tensor], expected: list[Tensor], tolerance: float = 1e-4) ->
 SLOW = {row for row in TABLE if row[0] in ("onnx", "openvino")} - FAST
 
 
-@pytest.mark.parametrize(
-    ("to", "name", "kind"), [pytest.param(*row, marks=[pytest.mark.slow] * (row in SLOW)) for row in TABLE]
-)
+ROWS = [pytest.param(*row, marks=[pytest.mark.slow] * (row in SLOW)) for row in TABLE]
+
+
+@pytest.mark.parametrize(("to", "name", "kind"), ROWS)
 def test_the_engine_gives_the_models_answers(to: str, name: str, kind: str, tmp_path: Path) -> None:
     pytest.importorskip(PACKAGES[to])
     model, example = made(to, name, kind)
@@ -187,9 +177,8 @@ def check_text(file: Path, model: Any, coder: Any) -> None:
     size = model.config.vocab_size
     # llama.cpp tells a token only once it is whole text.
     halves = [i for i in range(size) if i >= len(coder) or i < 2 or not coder.decode([i]).isascii()]
-    ids = model.generate(
-        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, suppress_tokens=halves, pad_token_id=0
-    )
+    how = {"max_new_tokens": 20, "do_sample": False, "suppress_tokens": halves, "pad_token_id": 0}
+    ids = model.generate(torch.tensor([prompt]), **how)
     with torch.no_grad():
         expected = model(input_ids=ids).logits[0].log_softmax(-1)
     steps = by_llama_cpp(file, prompt, 20, logit_bias=[[i, False] for i in halves])
@@ -398,10 +387,8 @@ def test_half_precision_is_half_the_size_and_as_near_as_rounding_allows(tmp_path
     pytest.importorskip("xllamacpp")
     pytest.importorskip("openvino")
     model = llama()
-    whole, *halves = (
-        hp.export(model, tmp_path / f"{dtype}.gguf", processor=bytewise(), dtype=dtype)
-        for dtype in ("float32", "float16", "bfloat16")
-    )
+    dtypes = ("float32", "float16", "bfloat16")
+    whole, *halves = (hp.export(model, tmp_path / f"{d}.gguf", processor=bytewise(), dtype=d) for d in dtypes)
     for half in halves:
         saved = sum(p.numel() * 2 for p in model.parameters() if p.ndim > 1)
         assert abs(whole.facts["bytes"] - half.facts["bytes"] - saved) < 2000
@@ -484,24 +471,9 @@ def test_pruned_models_are_exported(data_folder: Path, here: Path) -> None:
     pytest.importorskip("gguf")
     randomise(tf.LlamaForCausalLM(tf.LlamaConfig(**common()))).save_pretrained("m")
     tokenizer().save_pretrained("m")
-    command = (
-        "prune",
-        "m",
-        "-d",
-        data_folder,
-        "-L",
-        20,
-        "-m",
-        "gradient",
-        "-s",
-        "uniform",
-        "--no-repair",
-        "-k",
-        4,
-        "-k",
-        6,
-    )
-    found = run(*command, "-o", "run", "--export", "gguf", "--export", "stock", "--json")
+    quick = ("-L", 20, "-m", "gradient", "-s", "uniform", "--no-repair", "-q")
+    exports = ("--export", "gguf", "--export", "stock", "--json")
+    found = run("prune", "m", "-d", data_folder, *quick, "-k", 4, "-k", 6, "-o", "run", *exports)
     metrics = json.loads(found.stdout)
     made = {(m["format"], m["checkpoint"]): m for m in metrics["exports"]}
     assert list(made) == [(f, c) for f in ("gguf", "stock") for c in ("pruned-6", "pruned-4")]

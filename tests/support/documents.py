@@ -138,6 +138,10 @@ GENERATION: dict[str, Any] = {
 }  # fmt: skip
 
 
+ALL_METRICS = {**METRICS, "time": [TIME], "generation": [GENERATION]}
+ALL_METRICS["budgets"] = [{**METRICS["budgets"][0], "repair": repaired(), "finetune": TRAINED}]
+
+
 def scores_of(values: list[float], method: str = "ablation", layer: AttentionLayer = LAYER) -> HeadScores:
     """Scores of one layer's heads."""
     return HeadScores(
