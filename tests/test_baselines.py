@@ -41,12 +41,12 @@ def slope(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The gradient of a batch's mean loss by a factor on every head's output ``[layers, heads]``, as by transformers' old ``head_mask``."""
     blocks = model.bert.encoder.layer
     factors = torch.ones(len(blocks), HEADS, dtype=torch.float64, requires_grad=True)
-    handles = [
-        block.attention.output.dense.register_forward_pre_hook(
-            lambda _, args, factor=factor: ((args[0].unflatten(-1, (HEADS, -1)) * factor[:, None]).flatten(-2),)
-        )
-        for block, factor in zip(blocks, factors, strict=True)
-    ]
+
+    def scaled(place: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        factor = factors[[block.attention.output.dense for block in blocks].index(place)]
+        return ((args[0].unflatten(-1, (HEADS, -1)) * factor[:, None]).flatten(-2),)
+
+    handles = [block.attention.output.dense.register_forward_pre_hook(scaled) for block in blocks]
     (found,) = torch.autograd.grad(model(**batch).loss, factors)
     for handle in handles:
         handle.remove()
@@ -82,12 +82,9 @@ def test_rankings_are_those_of_the_definitions(keep, seed, monkeypatch):
         ("Michel", michel), ("reverse", -michel), ("Michel, layer L2", by_layer(michel)), ("run_bertology", by_layer(bertology)), ("Kwon, Fisher", kwon),
     ):  # fmt: skip
         assert METHODS[name](model, batches, layers, keep, seed).drop == dropped(layers, scores, keep), name
-    one, two = (
-        METHODS[name](model, batches, layers, keep, seed).drop for name in ("Kwon, Fisher", "Kwon, Fisher + swap")
-    )
-    assert {k: len(v) for k, v in one.items()} == {
-        k: len(v) for k, v in two.items()
-    }  # of every layer as many as before the swap
+    names = ("Kwon, Fisher", "Kwon, Fisher + swap")  # of every layer as many as before the swap
+    one, two = (METHODS[name](model, batches, layers, keep, seed).drop.items() for name in names)
+    assert {k: len(v) for k, v in one} == {k: len(v) for k, v in two}
     found = [METHODS["random"](model, batches, layers, 3, seed).drop for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
 
@@ -159,11 +156,8 @@ def test_factors_solve_the_stated_least_squares(monkeypatch):
             for batch in batches:
                 a, b, real = inside(theirs, batch, i), inside(mine, batch, i), batch["attention_mask"].bool()
                 dense = block.attention.output.dense
-                parts = [
-                    b["heads"][real][:, WIDTH * h : WIDTH * h + WIDTH]
-                    @ dense.weight[:, WIDTH * h : WIDTH * h + WIDTH].T
-                    for h in (0, 1)
-                ]
+                read, columns = b["heads"][real].split(WIDTH, 1), dense.weight.split(WIDTH, 1)
+                parts = [read[h] @ columns[h].T for h in (0, 1)]
                 big.append(torch.stack([*parts, torch.ones_like(parts[0])], dim=-1).flatten(0, 1))
                 goal.append((a["a"] - dense.bias - b["residual"])[real].flatten())
             fitted = torch.linalg.lstsq(torch.cat(big), torch.cat(goal)[:, None]).solution[:, 0]

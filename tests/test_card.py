@@ -20,6 +20,7 @@ from torch import nn
 
 import headprune as hp
 from tests.support.commands import run, stderr_of
+from tests.support.folders import common
 from tests.support.stays import changed, edit, files, like
 from tests.support.zoo import ZOO, randomise
 
@@ -90,9 +91,7 @@ def test_the_auto_class_that_people_use(tmp_path: Path) -> None:
         vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
     )  # fmt: skip
-    bert = tf.BertConfig(
-        vocab_size=50, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16
-    )
+    bert = tf.BertConfig(**common(num_hidden_layers=1))
     for model, auto in (
         (tf.BartForConditionalGeneration(bart), "ForSeq2SeqLM"), (tf.BertForMaskedLM(bert), "ForMaskedLM"), (tf.BertModel(bert), ""),
         (ZOO["llama"]()[0], "ForCausalLM"),
@@ -133,12 +132,11 @@ def test_a_source_cards_words_are_kept_and_its_results_are_not(tmp_path: Path) -
     assert of(further)[0]["license"] == "apache-2.0"
 
 
+MARKUP = THEIRS.replace("apache-2.0", '"mit\\n---\\n# Not a title"').replace("movies", '"a: b"').encode()
 STRANGE = [b"---\n: [\n---\n", b"no metadata", b"---\n- a\n---\n", b"\xff", b"---\ntags: 3\nlicense: {a: b}\n---\n"]
 
 
-@pytest.mark.parametrize(
-    "card", [*STRANGE, THEIRS.replace("apache-2.0", '"mit\\n---\\n# Not a title"').replace("movies", '"a: b"').encode()]
-)
+@pytest.mark.parametrize("card", [*STRANGE, MARKUP])
 def test_a_card_of_any_kind(card: bytes, tmp_path: Path) -> None:
     """Metadata is no place for markup or YAML."""
     folder = hp.save(pruned(tmp_path / "dense", card), tmp_path / "m")

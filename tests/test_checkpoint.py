@@ -20,24 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import headprune as hp
+from tests.support import stays
 from tests.support.checks import same, state
 from tests.support.commands import run, stderr_of
 from tests.support.even import even, mistral
 from tests.support.folders import tokenizer
-from tests.support.stays import (
-    KINDS,
-    MODELS,
-    by_transformers,
-    cases,
-    changed,
-    edit,
-    files,
-    like,
-    logits,
-    needs_code,
-    off,
-    sidecar,
-)
+from tests.support.stays import by_transformers, changed, edit, files, like, logits, needs_code, sidecar
 from tests.support.zoo import ZOO, bert, labelled, randomise
 
 Loads = Callable[[Any, Path, Path], Any]
@@ -96,13 +84,13 @@ def pickled(model: Any, saved: Path, folder: Path) -> Any:
 
 WAYS: list[Loads] = [saved_twice, from_pretrained, saved_by_itself, through_transformers, in_shards, pickled]
 SUBJECTS = {
-    **{f"{name} {kind}": partial(changed, name, kind) for name in MODELS for kind in KINDS},
+    **{f"{name} {kind}": partial(changed, name, kind) for name in stays.MODELS for kind in stays.KINDS},
     **{f"{name} even": partial(even, name, shifted=name != "t5") for name in ("qwen3", "llama", "gemma", "mistral", "vit", "t5")},
     **{f"{name} dense": ZOO[name] for name in ZOO if name not in ("mha", "torch_transformer")},
 }  # fmt: skip
 # Quick ones: two ways for each family, all ways for four models.
 FEW = {"bert emptied", "llama repaired", "t5 emptied", "t5 even"}
-QUICK = FEW | {f"{name} emptied" for name in MODELS} | {"qwen3 even", "vit even", "bert dense"}
+QUICK = FEW | {f"{name} emptied" for name in stays.MODELS} | {"qwen3 even", "vit even", "bert dense"}
 
 
 def conformance() -> Iterator[Any]:
@@ -198,7 +186,7 @@ def test_older_folders_load(home: str, older: Path) -> None:
 # -- what goes on from a folder -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "kind"), cases(quick=["bert", "llama"]))
+@pytest.mark.parametrize(("name", "kind"), stays.cases(quick=["bert", "llama"]))
 def test_pruned_again(name: str, kind: str, tmp_path: Path) -> None:
     model, example = changed(name, kind)
     folder = hp.save(model, tmp_path / "a")
@@ -236,12 +224,15 @@ def trainer(model: Any, example: dict[str, Any], folder: Path) -> tf.Trainer:
     return tf.Trainer(model, arguments, train_dataset=data, eval_dataset=data, **more)
 
 
-TRAINED = [*(f"{name} {kind}" for name in MODELS for kind in KINDS if name != "sliding"), "t5 even", "llama even"]
+TRAINED = [
+    *(f"{name} {kind}" for name in stays.MODELS for kind in stays.KINDS if name != "sliding"),
+    "t5 even",
+    "llama even",
+]
+QUICKLY = {"bert emptied", "t5 even"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("bert emptied", "t5 even") else pytest.mark.slow) for n in TRAINED]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICKLY)) for n in TRAINED])
 def test_trainer(name: str, tmp_path: Path) -> None:
     """The best checkpoint is loaded at the end; a training goes on from a checkpoint as if it had not stopped; both load back.
 
@@ -398,9 +389,8 @@ def test_answers_are_compared_not_only_shapes(tmp_path: Path, monkeypatch: pytes
     read = tf.Qwen3Config.from_dict
     for change in ({"rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}}, {"rms_norm_eps": 0.3}):
         model, _ = even("qwen3")
-        monkeypatch.setattr(
-            tf.Qwen3Config, "from_dict", lambda data, change=change, **more: read({**data, **change}, **more)
-        )
+        other = lambda data, change=change, **more: read({**data, **change}, **more)  # noqa: E731
+        monkeypatch.setattr(tf.Qwen3Config, "from_dict", other)
         with pytest.raises(hp.HeadPruneError, match=r"computes another \S+inv_freq|gives other answers"):
             hp.export(model, tmp_path / "stock", "stock")
 
@@ -462,7 +452,7 @@ CASTS = [("llama", torch.bfloat16), ("qwen3", torch.bfloat16), ("gpt2", torch.bf
 @pytest.mark.filterwarnings("error:headprune")
 def test_types_of_numbers_are_kept(name: str, dtype: torch.dtype, loaded_so: bool, tmp_path: Path) -> None:
     """``model.bfloat16()`` rounds rotary frequencies in memory, `from_pretrained` does not; T5 keeps one projection in float32."""
-    model, example = MODELS[name]()
+    model, example = stays.MODELS[name]()
     example = {k: v.to(dtype) if v.is_floating_point() else v for k, v in example.items()}
     if loaded_so:
         model.save_pretrained(tmp_path / "dense")
@@ -485,7 +475,7 @@ def test_a_stock_folder_keeps_half_precision(tmp_path: Path) -> None:
     plain = by_transformers(hp.save(model, tmp_path / "m"))
     assert type(plain) is tf.Qwen3ForCausalLM
     assert plain.dtype == torch.bfloat16
-    assert off(logits(plain, example), logits(model, example)) < 0.05
+    assert stays.off(logits(plain, example), logits(model, example)) < 0.05
 
 
 @pytest.fixture

@@ -76,10 +76,8 @@ def test_texts_that_are_cut_are_counted(bert_folder: Path, here: Path) -> None:
             rows[j]["text"] = f"{WORDS[2 * i + j]} {long}"
         write_jsonl(here / "data" / f"{split}.jsonl", rows)
     result = run("score", bert_folder, "-d", "data", "-m", "random", "-o", "run")
-    note = (
-        "Texts of more than 32 tokens were cut there (the most that the model takes): "
-        "3 of 20 to score, 0 of 10 to choose, 2 of 10 to report."
-    )
+    parts = "3 of 20 to score, 0 of 10 to choose, 2 of 10 to report"
+    note = f"Texts of more than 32 tokens were cut there (the most that the model takes): {parts}."
     assert note in " ".join(result.stderr.split())
     assert note in json.loads((here / "run" / "run.json").read_text())["notes"]
     assert note in (here / "run" / "report.md").read_text()
@@ -99,9 +97,7 @@ WRAPPED = RuntimeError("PytorchStreamWriter failed writing file")
 WRAPPED.__context__ = FULL
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(errno.EPIPE, "Broken pipe")]
-)
+@pytest.mark.parametrize("error", [FULL, BrokenPipeError(errno.EPIPE, "Broken pipe")], ids=str)
 def test_a_stdout_that_takes_nothing(error: OSError, bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`> /dev/full` and `| head`: no traceback, whether the document is a result or an error."""
 
@@ -284,9 +280,8 @@ def test_an_output_that_is_full() -> None:
         for command in (["-m", "headprune", "--version"], ["-c", SAYS_SOMETHING]):
             done = python(*command, stdout=full)
             assert done.returncode == 1
-            assert done.stderr.splitlines()[-1].startswith(
-                "headprune: What this command prints could not be written to stdout: No space left on device."
-            )
+            said = "headprune: What this command prints could not be written to stdout: No space left on device."
+            assert done.stderr.splitlines()[-1].startswith(said)
         assert python("-c", SAYS_SOMETHING, stderr=full).stdout == "done\n"
 
 
@@ -294,9 +289,8 @@ def test_letters_that_an_encoding_has_not() -> None:
     """In the C locale, and on Windows behind a pipe, a run that had done its work ended with a UnicodeEncodeError."""
     done = python("-m", "headprune", "methods", env={"PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stdout.isascii()) == (0, True)
-    ascii_only, any_letter = (
-        CliRunner(charset=charset).invoke(cli.app, ["methods", "--json"]) for charset in ("ascii", "utf-8")
-    )
+    runners = (CliRunner(charset=charset) for charset in ("ascii", "utf-8"))
+    ascii_only, any_letter = (runner.invoke(cli.app, ["methods", "--json"]) for runner in runners)
     assert ascii_only.stdout.isascii()
     assert not any_letter.stdout.isascii()
     assert json.loads(ascii_only.stdout) == json.loads(any_letter.stdout)

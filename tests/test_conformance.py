@@ -4,6 +4,7 @@ Only public names are used; the brute force (`cases.without`) zeroes blocks of W
 """
 
 import copy
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -101,9 +102,10 @@ def loaded(model: nn.Module, name: str, folder: Path) -> list[nn.Module]:
     return models + ([getattr(tf, own).from_pretrained(folder, trust_remote_code=True)] if own else [])
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [*((n, some) for n in PRUNED), *((n, w) for n in SMALL for w in (without_layers, no_heads))]
-)
+WAYS = [*((name, some) for name in PRUNED), *((name, way) for name in SMALL for way in (without_layers, no_heads))]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
 def test_pruned_is_masked_and_loaded_is_saved(name: str, way: Callable[..., Drop], tmp_path: Path) -> None:
     """On the example and on an input that the proof has not seen; then once more, counted within what is left."""
     if way is some:
@@ -138,10 +140,8 @@ def test_pruned_is_masked_and_loaded_is_saved(name: str, way: Callable[..., Drop
         options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
         with hp.mask(dense, drop, layers=layers):
             expected = dense.generate(**ids, **options)
-        for each in (model, *models):
-            assert all(
-                torch.equal(each.generate(**ids, **options, use_cache=cache), expected) for cache in (True, False)
-            )
+        for each, cache in itertools.product((model, *models), (True, False)):
+            assert torch.equal(each.generate(**ids, **options, use_cache=cache), expected)
 
 
 class Counting(nn.Module):

@@ -117,15 +117,14 @@ def test_from_pretrained_with_a_device_map(tmp_path: Path) -> None:
     config = tf.GPT2Config(**zoo.sizes("sdpa", num_hidden_layers=2))
     model = zoo.randomise(tf.GPT2LMHeadModel(config)).eval()
     model.save_pretrained(tmp_path / "dense")
-    places = {"transformer.wte": "disk", "transformer.wpe": "cpu", "transformer.h.0": "disk", "transformer.h.1": "cpu"}
-    spread = tf.GPT2LMHeadModel.from_pretrained(
-        tmp_path / "dense", device_map={**places, "transformer.ln_f": "cpu", "lm_head": "disk"}, offload_folder=tmp_path
-    )
+    parts = {"wte": "disk", "wpe": "cpu", "h.0": "disk", "h.1": "cpu", "ln_f": "cpu"}
+    places = {"lm_head": "disk", **{f"transformer.{name}": place for name, place in parts.items()}}
+    spread = tf.GPT2LMHeadModel.from_pretrained(tmp_path / "dense", device_map=places, offload_folder=tmp_path)
     assert is_offloaded(spread)
     batches = [zoo.labelled(model, zoo.text(3, 6, seed=i), seed=i) for i in range(2)]
     drop = {f"transformer.h.{i}.attn": [0, 3] for i in range(2)}
     whole_path(model, spread, batches, without_labels(model, batches[0]), tmp_path / "saved", ("output-norm",), drop)
-    again = hp.load(tmp_path / "saved", device_map={**places, "transformer.ln_f": "cpu", "lm_head": "disk"})
+    again = hp.load(tmp_path / "saved", device_map=places)
     same_weights(model, again)
     assert hp.evaluate(again, batches).metrics == hp.evaluate(model, batches).metrics
     with pytest.raises(HeadPruneError, match="own weights are read from"):

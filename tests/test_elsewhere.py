@@ -62,9 +62,7 @@ def use(sent: Path) -> None:
         assert "unexpected" not in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize(
-    "name", ["../mine", "../mine/file", "{victim}", "{victim}/file", "..", ".", "a/../../mine", "\0", 3, None, ["x"]]
-)
+@pytest.mark.parametrize("name", ["../mine", "../mine/file", "{victim}", "..", ".", "a/../../mine", "\0", 3, ["x"]])
 def test_a_publication_removes_nothing_elsewhere(name: Any, sent: Path, victim: Path) -> None:
     """It was enough to look at such a folder: `headprune report sent` removed what the file named."""
     name = name.format(victim=victim) if isinstance(name, str) else name
@@ -220,7 +218,7 @@ def test_a_path_is_not_looked_for_on_the_hub(name: str, cut: list[Any], here: Pa
 
 
 @pytest.mark.parametrize(
-    "address", ["http://127.0.0.1:9/a.jsonl", "hf://datasets/someone/data/a.jsonl", "file:///etc/passwd"]
+    "address", ["http://127.0.0.1:9/a.jsonl", "hf://datasets/some/data/a.jsonl", "file:///etc/passwd"]
 )
 @pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
 def test_a_folder_of_data_names_no_address(

@@ -476,7 +476,7 @@ def test_pruned_models_are_exported(data_folder: Path, here: Path) -> None:
     found = run("prune", "m", "-d", data_folder, *quick, "-k", 4, "-k", 6, "-o", "run", *exports)
     metrics = json.loads(found.stdout)
     made = {(m["format"], m["checkpoint"]): m for m in metrics["exports"]}
-    assert list(made) == [(f, c) for f in ("gguf", "stock") for c in ("pruned-6", "pruned-4")]
+    assert made.keys() == {(f, c) for f in ("gguf", "stock") for c in ("pruned-6", "pruned-4")}
     report = (here / "run" / "report.md").read_text()
     for keep in (4, 6):
         one = made["stock", f"pruned-{keep}"]

@@ -37,11 +37,11 @@ def results_of(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_file():
-            document = path.suffix == ".json" and not name.startswith("pruned")
-            whole = name.startswith("pruned") and path.name != "README.md"  # the card says times
-            results[name] = (
-                without_costs(json.loads(path.read_text())) if document else path.read_bytes() if whole else None
-            )
+            results[name] = None
+            if name.startswith("pruned"):
+                results[name] = path.read_bytes() if path.name != "README.md" else None  # the card says times
+            elif path.suffix == ".json":
+                results[name] = without_costs(json.loads(path.read_text()))
     return results
 
 
@@ -107,9 +107,7 @@ def test_killed_at_renames_of_the_publication(
         assert results_of(folder) == undisturbed
 
 
-@pytest.mark.parametrize(
-    "command", ["score m -d d -m gradient -o reports/m-1", "finetune reports/m/pruned-2 --epochs 1 -o tuned"]
-)
+@pytest.mark.parametrize("command", ["score m -d d -m gradient -o r", "finetune reports/m/pruned-2 --epochs 1 -o r"])
 def test_killed_while_files_are_moved_a_command_goes_on_without_overwrite(
     processes: Processes, tiny: Path, tmp_path: Path, command: str
 ) -> None:
@@ -140,16 +138,17 @@ QUICK = ["prune", "m", "-d", "d", "-k", "2", "-s", "one-shot", "-m", "weight-nor
 
 
 TIMING, SCORING = "headprune.app.workflow.results.time_models", "headprune.app.workflow.pruning.score"
+PICTURES = "headprune.app.pictures.png"
 
 
 interrupt = Mock(side_effect=KeyboardInterrupt())
 
 
-def stopped(*command: str) -> str:
-    """What a command says that is interrupted when all but the times is done."""
+def stopped(*command: str, at: str = TIMING, how: Mock = interrupt, code: int = 130) -> str:
+    """What a command says that is interrupted (or fails) when all but the times is done, or at another step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TIMING, interrupt)
-        return stderr_of(*command, code=130)
+        patch.setattr(at, how)
+        return stderr_of(*command, code=code)
 
 
 def document(path: Path) -> dict[str, Any]:
@@ -188,10 +187,8 @@ def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "repairing" not in result.stderr
 
 
-def test_a_report_that_fails_loses_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.pictures.png", Mock(side_effect=RuntimeError("no such colour")))
-        error = stderr_of(*QUICK, "--no-repair", code=1)
+def test_a_report_that_fails_loses_nothing(here: Path) -> None:
+    error = stopped(*QUICK, "--no-repair", at=PICTURES, how=Mock(side_effect=RuntimeError("no such colour")), code=1)
     assert "The report could not be written (RuntimeError: no such colour); all else is in reports/m-1." in error
     folder = here / "reports" / "m-1"
     hp.load(folder / "pruned-2")
@@ -264,13 +261,9 @@ def test_who_reads_the_first_line_only_interrupts_nothing(here: Path, monkeypatc
     assert not list((here / "reports").rglob(".*"))
 
 
-def test_nothing_is_said_to_have_changed_where_nothing_was_finished(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_said_to_have_changed_where_nothing_was_finished(here: Path) -> None:
     gradient = [*SCORE[:-1], "gradient"]
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.workflow.pruning.write_heads", interrupt)
-        run(*gradient, code=130)
+    stopped(*gradient, at="headprune.app.workflow.pruning.write_heads")
     parts = [p for p in (here / "reports" / "m-1" / ".unfinished").glob("*-*/*") if p.is_file()]
     assert {p.suffix for p in parts} == {".part"}
     for part in parts:
@@ -278,14 +271,12 @@ def test_nothing_is_said_to_have_changed_where_nothing_was_finished(
     assert "not used" not in stderr_of(*gradient)
 
 
-def test_a_report_that_is_interrupted_has_its_pictures(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_is_interrupted_has_its_pictures(here: Path) -> None:
     run(*SCORE, "-m", "gradient")
     pictures = {p.name for p in (here / "reports" / "m-1").glob("*.png")}
     assert {"importance.png", "heads.png"} <= pictures
-    for place in ("pictures.png", "report.write_file"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"headprune.app.{place}", interrupt)
-            run("report", "reports/m-1", code=130)
+    for place in (PICTURES, "headprune.app.report.write_file"):
+        stopped("report", "reports/m-1", at=place)
         assert {p.name for p in (here / "reports" / "m-1").glob("*.png")} == pictures
 
 
@@ -297,9 +288,7 @@ def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monke
     for name in ("report.md", "plan-18.json", "importance.png", "scores.json"):
         (old / name).write_text("committed")
     for place in (SCORING, TIMING):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, interrupt)
-            run("demo", code=130)
+        stopped("demo", at=place)
         assert {p.read_text() for p in old.iterdir() if p.is_file()} == {"committed"}
         assert len([p for p in old.iterdir() if p.is_file()]) == 4
     run("demo")
@@ -318,22 +307,18 @@ def test_what_is_not_a_runs_own_stays(here: Path) -> None:
     assert not {"plan-7.json", "pruned-4"} & {path.name for path in (here / "r").iterdir()}
 
 
-def test_an_interruption_before_there_is_a_result(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SCORING, interrupt)
-    assert "Nothing was written." in stderr_of(*SCORE, "-o", "r", code=130)
+def test_an_interruption_before_there_is_a_result(here: Path) -> None:
+    assert "Nothing was written." in stopped(*SCORE, "-o", "r", at=SCORING)
     assert not (here / "r").exists()
 
 
-def test_a_full_disk_leaves_the_old_report(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_report(here: Path) -> None:
     """The new results were put in its place without their report, which the disk had no room for."""
     quick = [*QUICK, "--no-repair", "-o", "r"]
     run(*quick)
     before = {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()}
-
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.pictures.png", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-        error = stderr_of(*quick, "--overwrite", "-k", "3", code=1)
-    assert "No space left on the disk" in error
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    assert "No space left on the disk" in stopped(*quick, "--overwrite", "-k", "3", at=PICTURES, how=full, code=1)
     assert {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()} == before
     assert "continuing with" in stderr_of(*quick, "--overwrite", "-k", "3")
 
