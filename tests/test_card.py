@@ -180,8 +180,10 @@ def test_the_figures_of_a_run_are_those_of_metrics_json(
 ) -> None:
     shutil.copytree(bert_folder, "dense")
     Path("dense/README.md").write_text(THEIRS)
-    run("prune", "dense", "-d", data_folder, "-k", "50%", "-k", 2, "-s", "one-shot", "-L", 24, "-o", "r", "-q")
+    keep = ("-k", "50%", "-k", 4, "-k", 2)
+    run("prune", "dense", "-d", data_folder, *keep, "-s", "one-shot", "-L", 24, "-o", "r", "-q")
     metrics = json.loads(Path("r/metrics.json").read_text())
+    assert [b["kept"] for b in metrics["budgets"]] == [4, 2]  # 50 % and 4 are one budget
     for b in metrics["budgets"]:
         folder, dense, model, change = Path("r") / b["checkpoint"], metrics["dense"], b["pruned"], b["change"]
         data, text = of(folder)

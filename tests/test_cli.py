@@ -187,13 +187,6 @@ def test_hub_ids_go_through_the_hub(monkeypatch: pytest.MonkeyPatch, bert_folder
     assert seen == [("someone/some-model", {"revision": "v2", "trust_remote_code": False})]
 
 
-def test_scoring_again_leaves_no_figures_of_the_old_prune(pruned: Path, bert_folder: Path, data_folder: Path) -> None:
-    assert (pruned / "tradeoff.png").exists()
-    run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-o", pruned, "--overwrite", "-q")
-    assert {p.name for p in pruned.iterdir()} == SCORED
-    assert "pruned-" not in (pruned / "report.md").read_text().split("## Reproduce")[0]
-
-
 def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> None:
     base = ["score", bert_folder, "-d", data_folder, "-L", 40, "-b", 16, "-q"]
     run(*base, "-m", "ablation:examples=8,keep=50%,memory=1GB,normalise", "-m", "fisher", "-o", "a")

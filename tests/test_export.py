@@ -477,7 +477,10 @@ def test_pruned_models_are_exported(data_folder: Path, here: Path) -> None:
     metrics = json.loads(found.stdout)
     made = {(m["format"], m["checkpoint"]): m for m in metrics["exports"]}
     assert made.keys() == {(f, c) for f in ("gguf", "stock") for c in ("pruned-6", "pruned-4")}
-    report = (here / "run" / "report.md").read_text()
+    report, loads = (here / "run" / "report.md").read_text(), "AutoModelForCausalLM.from_pretrained(folder)"
+    assert f"| `{loads}` |" in report
+    assert [b["loads"] for b in metrics["budgets"]] == [loads] * 2  # what is pruned uniformly needs no code, either
+    assert all(len(heads) == (8 - b["kept"]) / 2 for b in metrics["budgets"] for heads in b["drop"].values())
     for keep in (4, 6):
         one = made["stock", f"pruned-{keep}"]
         plain = tf.LlamaForCausalLM.from_pretrained(here / "run" / one["file"])

@@ -300,11 +300,11 @@ def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monke
 def test_what_is_not_a_runs_own_stays(here: Path) -> None:
     run(*SCORE, "-o", "r")
     (here / "r" / "pruned-4").mkdir()
-    for name in ("notes.txt", "plan-7.json", "pruned-4/old"):
+    for name in ("notes.txt", "plan-7.json", "tradeoff.png", "metrics.json", "pruned-4/old"):
         (here / "r" / name).write_text("old")
     run(*SCORE, "-o", "r", "--overwrite")
     assert (here / "r" / "notes.txt").read_text() == "old"
-    assert not {"plan-7.json", "pruned-4"} & {path.name for path in (here / "r").iterdir()}
+    assert not {"plan-7.json", "tradeoff.png", "metrics.json", "pruned-4"} & {p.name for p in (here / "r").iterdir()}
 
 
 def test_an_interruption_before_there_is_a_result(here: Path) -> None:
