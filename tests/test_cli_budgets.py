@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headprune as hp
-from tests.support.commands import PRUNE, run, stderr_of
+from tests.support.commands import PRUNE, metrics_of, run, stderr_of
 
 pytestmark = pytest.mark.usefixtures("brief")
 
@@ -102,9 +102,8 @@ def test_a_plan_edited_by_hand(scored: Path, bert_folder: Path, data_folder: Pat
     assert "## Importance" not in text
     model = hp.load(here / "own" / "pruned-5")
     assert [layer.attention.self.query.out_features for layer in model.bert.encoder.layer] == [24, 16]
-    run(
-        "prune", "--plan", "mine.json", "--no-repair", "--scores", scored, "-o", "with-scores", "-q"
-    )  # that run's model and data
+    # With scores: that run's model and data.
+    run("prune", "--plan", "mine.json", "--no-repair", "--scores", scored, "-o", "with-scores", "-q")
     assert "## Importance" in (here / "with-scores" / "report.md").read_text()
     assert hp.PruningPlan.load(here / "with-scores" / "plan.json").drop == budget_of(here / "own")["drop"]
 
@@ -146,8 +145,7 @@ def test_strategies_by_name(scored: Path, here: Path) -> None:
 
 def test_biases_that_the_repair_adds_count(here: Path, llama_folder: Path, data_folder: Path) -> None:
     run("prune", llama_folder, "-d", data_folder, "-L", 20, "--target-params", "99%", "-o", "run", "-q")
-    budget = budget_of(Path("run"))
-    dense = json.loads(Path("run/metrics.json").read_text())["dense"]["parameters"]
+    budget, dense = budget_of(Path("run")), metrics_of(Path("run"))["dense"]["parameters"]
     model = hp.load(Path("run") / budget["checkpoint"])
     assert budget["repair"]["biases"]
     assert parameters(model) == budget["parameters"] <= 0.99 * dense

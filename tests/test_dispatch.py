@@ -20,9 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import headprune as hp
 from headprune import running
-from headprune.app.options import DataOptions, LoadOptions, Options
 from headprune.app.sources import placed
-from headprune.app.workflow import scene
 from headprune.checkpoint import load_call
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
@@ -34,7 +32,7 @@ from headprune.scoring import gradient
 from headprune.seeing import maps
 from headprune.surgery import evidence, proof
 from tests.support import zoo
-from tests.support.commands import Silent, run
+from tests.support.commands import run, stderr_of
 from tests.support.otherdevice import pretended
 
 
@@ -209,10 +207,10 @@ def test_tensors_without_entries_are_not_one_tensor(tmp_path: Path) -> None:
     assert stored.place("0.weight") != stored.place("1.weight")
 
 
-def test_several_processes_do_not_go_with_a_device_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scene, "current", lambda: SimpleNamespace(size=2))
-    with pytest.raises(HeadPruneError, match="several processes would each do"):
-        scene.open_scene(Options("somewhere", DataOptions("data"), LoadOptions(device_map="auto")), Silent())  # type: ignore[arg-type]
+def test_several_processes_do_not_go_with_a_device_map(data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headprune.app.workflow.scene.current", lambda: SimpleNamespace(size=2))
+    said = stderr_of("score", "m", "-d", data_folder, "--device-map", "auto", "-m", "random", code=1)
+    assert "several processes would each do" in said
 
 
 def test_a_module_that_needs_a_stand_in_is_refused(tmp_path: Path) -> None:
