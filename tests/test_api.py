@@ -186,9 +186,7 @@ def test_evaluate_and_compare_agree_with_hand_computation() -> None:
 # -- one search ----------------------------------------------------------------------------------
 
 
-def test_search_finds_what_the_command_line_prunes(
-    bert_folder: Path, data_folder: Path, tmp_path: Path, brief: None
-) -> None:
+def test_search_finds_what_prune_prunes(bert_folder: Path, data_folder: Path, tmp_path: Path, brief: None) -> None:
     seeded = ("-L", 24, "-b", 8, "--seed", 5, "-k", 5, "-k", "25%", "--protect", "L1.H0")
     run("prune", bert_folder, "-d", data_folder, *seeded, "-m", "gradient", "-o", tmp_path / "run", "-q")
     paths = [tmp_path / "run" / "plan.json", *(tmp_path / "run").glob("plan-*.json")]

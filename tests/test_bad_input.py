@@ -335,7 +335,7 @@ def test_errors_of_the_machine_and_unknown_ones(error: Exception, says: str) -> 
     assert ("run the same command again" in line and told["hint"].startswith("Free some")) == (says == ROOM)
 
 
-def test_a_perplexity_that_is_unknown_is_refused_before_the_long_work(
+def test_an_unknown_perplexity_is_refused(
     llama_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss of the model's own that is none of its logits, and is added up over texts."""

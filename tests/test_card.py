@@ -175,7 +175,7 @@ def test_somebody_elses_card_is_left_alone(tmp_path: Path) -> None:
         assert (tmp_path / folder / "README.md").read_text() == words
 
 
-def test_the_figures_of_a_run_are_those_of_metrics_json(
+def test_a_runs_figures_are_those_of_metrics_json(
     here: Path, bert_folder: Path, data_folder: Path, brief: None
 ) -> None:
     shutil.copytree(bert_folder, "dense")

@@ -60,9 +60,7 @@ def test_a_copy_of_the_scored_model_is_the_same(made: Path, bert_folder: Path, h
     assert json.loads((here / "out" / "pruned-4" / "headprune.json").read_text())["about"]["from"] == str(copy)
 
 
-def test_scores_that_do_not_fit_are_left_aside_where_the_command_is_complete(
-    made: Path, bert_folder: Path, data_folder: Path, here: Path
-) -> None:
+def test_scores_that_do_not_fit_are_left_aside(made: Path, bert_folder: Path, data_folder: Path, here: Path) -> None:
     """A command that says all was refused for an earlier run in `reports/`."""
     shutil.copytree(made, here / "reports" / "tiny-bert-1")
     whole = ["prune", bert_folder, "-d", data_folder, "-k", 4, "-s", "one-shot", "-m", "gradient"]
@@ -173,9 +171,7 @@ def test_finetune_never_reports_what_chose_the_heads(pruned: Path, here: Path, s
 
 
 @pytest.mark.parametrize("trained_by", ["finetune", "prune"])
-def test_what_a_model_was_trained_on_before_is_not_reported(
-    trained_by: str, pruned: Path, here: Path, stops: None
-) -> None:
+def test_what_was_trained_on_is_not_reported(trained_by: str, pruned: Path, here: Path, stops: None) -> None:
     """One split, few reported: the rest was trained on. Reporting more of it later would report that."""
     cut_by_seed(pruned, here, "--report-limit", 20)
     source, document = pruned / "pruned-8", opened(pruned / "run.json")

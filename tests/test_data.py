@@ -48,9 +48,7 @@ def inputs(part: Any) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("names", ["train", "train test", "train validation", "test", "validation test"])
 @pytest.mark.parametrize("limit", [10, 1000])
-def test_parts_are_disjoint_whatever_splits_there_are(
-    names: str, limit: int, bert_folder: Path, tmp_path: Path
-) -> None:
+def test_parts_are_disjoint(names: str, limit: int, bert_folder: Path, tmp_path: Path) -> None:
     for i, name in enumerate(names.split()):
         write_jsonl(tmp_path / f"{name}.jsonl", sentences(50, seed=i))
     parts = parts_of(bert_folder, tmp_path, limit=limit)
@@ -317,9 +315,7 @@ def stored(path: Path, names: Any, labels: Sequence[Any], *, several: bool = Fal
     (["negative", "positive"], ["bad", "good"], [0, 1]),  # by their order, and it is said
     (["1", "2"], None, [0, 1]),  # numbers that the model names, as its training found them in the data
 ])  # fmt: skip
-def test_named_classes_are_the_models_of_that_name(
-    model: list[str], data: list[str] | None, expected: list[int], tmp_path: Path
-) -> None:
+def test_classes_go_by_name(model: list[str], data: list[str] | None, expected: list[int], tmp_path: Path) -> None:
     """Numbers of a ClassLabel column were taken as the model's, whatever either of them calls its classes."""
     drawn = [0, 1, 1] * 8
     rows = [{**row, "label": label + 1} for row, label in zip(sentences(24, seed=0), drawn, strict=True)]
@@ -337,9 +333,7 @@ def test_named_classes_are_the_models_of_that_name(
     (["cat", "dog", "bird"], ["hat", "coat"], "hat"),
     (["A", "b"], ["a", "A"], "a"),
 ])  # fmt: skip
-def test_classes_that_the_model_does_not_name_are_refused(
-    model: list[str], data: list[str], label: str, tmp_path: Path
-) -> None:
+def test_other_classes_are_refused(model: list[str], data: list[str], label: str, tmp_path: Path) -> None:
     loaded = text_classifier(id2label=dict(enumerate(model)))
     with pytest.raises(hp.HeadPruneError, match=f"label '{label}' does not fit the model's head"):
         labels_of(loaded, stored(tmp_path / "d", data, [data.index(label)] * 9))

@@ -221,9 +221,7 @@ def test_a_path_is_not_looked_for_on_the_hub(name: str, cut: list[Any], here: Pa
     "address", ["http://127.0.0.1:9/a.jsonl", "hf://datasets/some/data/a.jsonl", "file:///etc/passwd"]
 )
 @pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
-def test_a_folder_of_data_names_no_address(
-    address: str, file: str, cut: list[Any], here: Path, bert_folder: Path
-) -> None:
+def test_data_name_no_address(address: str, file: str, cut: list[Any], here: Path, bert_folder: Path) -> None:
     """`datasets` would fetch what its README names."""
     write_jsonl(here / "data" / "train.jsonl", sentences(9, 0))
     text = f"configs:\n- config_name: default\n  data_files: {address}\n"

@@ -254,9 +254,7 @@ TOKENIZERS_REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *TOKENIZERS_REFUSED])
-def test_what_a_format_cannot_express_is_refused_before_anything_is_written(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_format_cannot_express_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coder, message = TOKENIZERS_REFUSED.get(name, (bytewise, ""))
     to, build, message = REFUSED.get(name, ("gguf", llama, message))
     to, _, dtype = to.partition(" ")
@@ -300,9 +298,7 @@ WRONG: dict[str, tuple[str, Callable[[], Any], Any, str, Callable[..., Any], str
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_file_that_does_not_give_the_answers_is_not_kept(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_other_answers_is_not_kept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("xllamacpp")
     to, build, where, method, wrong, message = WRONG[name]
     file = tmp_path / f"model.{to}"

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -434,9 +433,7 @@ def swapped(path: Path) -> None:
 
 @pytest.mark.usefixtures("saved_every_step")
 @pytest.mark.parametrize(("damage", "all_of_them"), [(cut_short, False), (flipped, False), (swapped, True)])
-def test_a_damaged_checkpoint_is_not_used(
-    damage: Callable[[Path], None], all_of_them: bool, whole: Any, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_not_used(damage: Any, all_of_them: bool, whole: Any, tmp_path: Path) -> None:
     """But the one before it, or none: the result is that of a whole training."""
     dense, pruned, train, choose = setting(4)
     work = (pruned, dense, train, choose, tmp_path, TWICE)
@@ -501,7 +498,7 @@ def pruned_here(pruned_run: Path, here: Path) -> Path:
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_what_is_fine_tuned_is_stored_as_the_pruned_model_is(
+def test_it_is_stored_as_the_pruned_model_is(
     half: torch.dtype, here: Path, bert_folder: Path, data_folder: Path
 ) -> None:
     """It is trained in float32; stored so, it would be larger than the dense model in half precision was."""

@@ -74,9 +74,7 @@ def test_killed_again_and_again(processes: Processes, tiny: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_killed_at_renames_of_the_publication(
-    processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_killed_at_renames(processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     """Over an older run. Up to the first of them that is whole, then the new one is, whoever looks first."""
 
     def commit(run: dict[str, Any]) -> int:
@@ -108,9 +106,7 @@ def test_killed_at_renames_of_the_publication(
 
 
 @pytest.mark.parametrize("command", ["score m -d d -m gradient -o r", "finetune reports/m/pruned-2 --epochs 1 -o r"])
-def test_killed_while_files_are_moved_a_command_goes_on_without_overwrite(
-    processes: Processes, tiny: Path, tmp_path: Path, command: str
-) -> None:
+def test_killed_while_files_are_moved(processes: Processes, tiny: Path, tmp_path: Path, command: str) -> None:
     here, job = copy(tiny, tmp_path / "w"), {"cwd": str(tmp_path / "w"), "arguments": command.split()}
     if command.startswith("finetune"):
         (done,) = processes.run({**job, "arguments": [*QUICK, "--no-repair", "-o", "reports/m"]})
