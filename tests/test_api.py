@@ -1,7 +1,5 @@
 """The public names, as somebody uses them who knows nothing else: on transformers' models and on plain modules."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

@@ -3,8 +3,6 @@
 Then models, data, disks and processes that cannot be used: what is said, and which file it is; and how commands end.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """What of a batch is per example: the same scores whichever dimensions happen to be as long as the batch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

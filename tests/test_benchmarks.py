@@ -1,7 +1,5 @@
 """The benchmarks' own code: methods of others against their definitions, the exercise's documents and model, faults of the machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

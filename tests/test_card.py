@@ -1,7 +1,5 @@
 """The model card in every folder: what it says is so, and nobody's words are lost. And pushing to the Hub."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

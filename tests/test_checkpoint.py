@@ -1,7 +1,5 @@
 """A saved model, however it is loaded, answers bit by bit as the one in memory; or the load says what is wrong."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

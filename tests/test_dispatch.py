@@ -1,7 +1,5 @@
 """Models larger than a device: dispatched by Accelerate, weights on the CPU or on disk; statistics block by block; long texts."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Documents: what is written is read again, what JSON has no form for, and files with anything in them: refused in one line, or read as what they say."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """What the model's answers lose when a unit goes, against regressions without it and finite differences; and what looking costs."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

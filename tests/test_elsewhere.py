@@ -1,7 +1,5 @@
 """Folders from elsewhere, and the network: nothing outside a folder is written or removed, and no one is called unasked."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 And what no exported file may be: of a model that the format cannot express, with other answers, half written, or in another's place.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

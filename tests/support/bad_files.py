@@ -1,7 +1,5 @@
 """Bad inputs, as `tests.support.bad_inputs` has them: data, folders of models, folders that headprune saved, calls from Python."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

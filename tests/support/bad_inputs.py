@@ -3,8 +3,6 @@
 Here is what is typed, with a row for every option of every command, and JSON documents; data and folders are in `tests.support.bad_files`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

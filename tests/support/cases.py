@@ -1,7 +1,5 @@
 """Every model that the conformance suite runs on, what must be found in it, and the brute force that it is compared with."""
 
-from __future__ import annotations
-
 import copy
 import csv
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What many tests check: hooks that are left, weights that changed, and pruned models against masked ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Commands as a user types them, run inside the test's process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tiny decoders as llama.cpp runs them, and a tokenizer of every kind that it knows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

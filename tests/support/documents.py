@@ -1,7 +1,5 @@
 """Documents of a small run, as JSON holds them: what a test changes of them is what it is about."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the engines answer that exported files are for, by no code of headprune's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
