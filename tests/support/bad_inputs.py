@@ -237,8 +237,6 @@ LATER: list[Row] = [
 
 # -- the documents of a run folder, of a plan, of scores ---------------------------------------------------------------
 
-Change = tuple[tuple[Any, ...], Any]  # where, and what stands there instead
-
 REPORT = ("report", "{made}")
 BY_SCORES = ("prune", "-k", "2", "--scores", "{made}")
 BY_PLAN = ("prune", "{bert}", "-d", "{data}", "--plan", "{made}/plan.json")
