@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def victim(tmp_path: Path) -> Path:
-    """What belongs to the user, beside the folder that was sent."""
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """What belongs to the user, beside the folder that was sent: it must stay as it is."""
     folder = tmp_path / "mine"
     (folder / "deep").mkdir(parents=True)
     (folder / "file").write_text("mine")
     (folder / "deep" / "file").write_text("mine")
-    return folder
+    yield folder
+    assert sorted(p.name for p in folder.rglob("*")) == ["deep", "file", "file"]
+    assert (folder / "file").read_text() == (folder / "deep" / "file").read_text() == "mine"
 
 
 def write(path: Path, kind: str, **data: Any) -> None:
@@ -43,11 +46,6 @@ def sent(tmp_path: Path) -> Path:
     """A run folder that somebody sent."""
     write(tmp_path / "sent" / "run.json", "run", **RUN)
     return tmp_path / "sent"
-
-
-def untouched(victim: Path) -> None:
-    assert sorted(p.name for p in victim.rglob("*")) == ["deep", "file", "file"]
-    assert (victim / "file").read_text() == (victim / "deep" / "file").read_text() == "mine"
 
 
 def use(sent: Path) -> None:
@@ -69,7 +67,6 @@ def test_a_publication_removes_nothing_elsewhere(name: Any, sent: Path, victim: 
         use(sent)
     else:
         invoke("report", str(sent))
-    untouched(victim)
     assert (sent / "run.json").exists()
     assert not (sent / ".ready").exists()
 
@@ -93,14 +90,12 @@ def test_links_in_the_place_of_our_own_are_not_followed(link: str, ready: bool, 
         (sent / ".ready").mkdir()
         use(sent)
     assert "is a link, which headprune never makes there" in stderr_of("report", sent, code=1)
-    untouched(victim)
 
 
 def test_a_lock_is_no_link(tmp_path: Path, victim: Path) -> None:
     (tmp_path / ".model.lock").symlink_to(victim / "file")
     with pytest.raises(hp.HeadPruneError, match="cannot be written"):
         hp.save(bert()[0], tmp_path / "model")
-    untouched(victim)
 
 
 def test_what_is_written_replaces_links(sent: Path, victim: Path) -> None:
@@ -109,13 +104,11 @@ def test_what_is_written_replaces_links(sent: Path, victim: Path) -> None:
     (sent / "metrics.json").unlink()
     run("report", sent)
     assert not (sent / "report.md").is_symlink()
-    untouched(victim)
     temporary = sent / f".plan.json.{os.getpid()}.tmp"  # a name that can be guessed
     temporary.symlink_to(victim / "file")
     plan = hp.PruningPlan({"L0": [1]}, 4)
     plan.save(sent / "plan.json")
     assert hp.PruningPlan.load(sent / "plan.json") == plan
-    untouched(victim)
 
 
 @pytest.mark.parametrize("value", [3, ["dict", [["tuple", ["key", "a"]]]]])

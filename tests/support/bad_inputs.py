@@ -297,7 +297,6 @@ DOCUMENTS: list[Row] = [
     changed(REPORT, "metrics.json", ("budgets", 0, "drop"), {"block.0.attn": [1, 1]}, "a head is listed twice"),
     changed(REPORT, "metrics.json", ("budgets", 0, "checkpoint"), "../../elsewhere", "leads to another folder"),
     changed(REPORT, "metrics.json", ("budgets",), [], r"damaged, or of another version \(ValueError: no budgets\)"),
-    changed(REPORT, "metrics.json", ("curve",), [], "damaged, or of another version"),
     changed(REPORT, "metrics.json", ("latency", "rows", 0, "timings"), {}, "damaged, or of another version"),
     changed(REPORT, "metrics.json", ("exports",), [
         {"format": "onnx", "name": "2 heads", "checkpoint": "pruned-2", "file": "../x.onnx", "proved": True, "summary": ""},
