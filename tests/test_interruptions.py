@@ -48,12 +48,23 @@ def results_of(folder: Path) -> dict[str, Any]:
 PRUNE = ["prune", "m", "-d", "d", "-k", "2", "-k", "1", "-m", "gradient"]
 
 
+def ran(processes: Processes, job: dict[str, Any], status: int = 0) -> dict[str, Any]:
+    """What becomes of a process that ends so."""
+    (done,) = processes.run(job)
+    assert done["status"] == status, done["stderr"]
+    return done
+
+
+def commit(run: dict[str, Any]) -> int:
+    """The rename from which on the new content counts."""
+    return next(n for n, name in enumerate(run["targets"], 1) if name.endswith(".ready"))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(processes: Processes, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one whole run of `PRUNE` gives."""
     here = copy(tiny, tmp_path_factory.mktemp("whole") / "w")
-    (done,) = processes.run({"cwd": str(here), "arguments": PRUNE})
-    assert done["status"] == 0, done["stderr"]
+    ran(processes, {"cwd": str(here), "arguments": PRUNE})
     return results_of(here / "reports" / "m-1")
 
 
@@ -76,32 +87,24 @@ def test_killed_again_and_again(processes: Processes, tiny: Path, tmp_path: Path
 @pytest.mark.slow
 def test_killed_at_renames(processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     """Over an older run. Up to the first of them that is whole, then the new one is, whoever looks first."""
-
-    def commit(run: dict[str, Any]) -> int:
-        return next(n for n, name in enumerate(run["targets"], 1) if name.endswith(".ready"))
-
     # A folder with all of `PRUNE` computed, so that little is left to do, over what looks like an older run.
     here = copy(tiny, tmp_path / "w")
-    (whole,) = processes.run({"cwd": str(copy(tiny, tmp_path / "count")), "arguments": PRUNE})
-    (left,) = processes.run({"cwd": str(here), "arguments": PRUNE, "stop": commit(whole) - 8, "signal": KILL})
-    assert left["status"] == -KILL
+    whole = ran(processes, {"cwd": str(copy(tiny, tmp_path / "count")), "arguments": PRUNE})
+    ran(processes, {"cwd": str(here), "arguments": PRUNE, "stop": commit(whole) - 8, "signal": KILL}, -KILL)
     (here / "reports" / "m-1" / "report.md").write_text("older")
     (here / "reports" / "m-1" / "plan-3.json").write_text("older")
     command = [*PRUNE, "-o", "reports/m-1", "--overwrite"]
-    (count,) = processes.run({"cwd": str(copy(here, tmp_path / "n")), "arguments": command})
+    count = ran(processes, {"cwd": str(copy(here, tmp_path / "n")), "arguments": command})
     first, last = commit(count), count["renames"]
     assert last - first > 8  # the documents, two models, the journal
     for stop in (first - 1, first, first + 1, (first + last) // 2, last):
         one = copy(here, tmp_path / f"at-{stop}")
-        (killed,) = processes.run({"cwd": str(one), "arguments": command, "stop": stop, "signal": KILL})
-        assert killed["status"] == -KILL, (stop, killed["stderr"])
+        ran(processes, {"cwd": str(one), "arguments": command, "stop": stop, "signal": KILL}, -KILL)
         folder = one / "reports" / "m-1"
         assert (folder / "plan-3.json").exists() == (stop <= first)
         if stop <= first:
             assert (folder / "report.md").read_text() == "older"
-        (again,) = processes.run({"cwd": str(one), "arguments": command})
-        assert again["status"] == 0, again["stderr"]
-        assert "2 heads" in again["stdout"]
+        assert "2 heads" in ran(processes, {"cwd": str(one), "arguments": command})["stdout"]
         assert results_of(folder) == undisturbed
 
 
@@ -109,14 +112,10 @@ def test_killed_at_renames(processes: Processes, tiny: Path, tmp_path: Path, und
 def test_killed_while_files_are_moved(processes: Processes, tiny: Path, tmp_path: Path, command: str) -> None:
     here, job = copy(tiny, tmp_path / "w"), {"cwd": str(tmp_path / "w"), "arguments": command.split()}
     if command.startswith("finetune"):
-        (done,) = processes.run({**job, "arguments": [*QUICK, "--no-repair", "-o", "reports/m"]})
-        assert done["status"] == 0, done["stderr"]
-    (whole,) = processes.run({**job, "cwd": str(copy(here, tmp_path / "count"))})
-    commit = next(n for n, name in enumerate(whole["targets"], 1) if name.endswith(".ready"))
-    (killed,) = processes.run({**job, "stop": commit + 2, "signal": KILL})
-    assert killed["status"] == -KILL, killed["stderr"]
-    (again,) = processes.run(job)
-    assert again["status"] == 0, again["stderr"]
+        ran(processes, {**job, "arguments": [*QUICK, "--no-repair", "-o", "reports/m"]})
+    whole = ran(processes, {**job, "cwd": str(copy(here, tmp_path / "count"))})
+    ran(processes, {**job, "stop": commit(whole) + 2, "signal": KILL}, -KILL)
+    ran(processes, job)
     assert results_of(here / job["arguments"][-1]) == results_of(tmp_path / "count" / job["arguments"][-1])
 
 
