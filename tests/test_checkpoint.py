@@ -448,12 +448,16 @@ def test_what_is_tied_by_its_config_alone_is_refused(tmp_path: Path) -> None:
 
 # -- types of numbers -----------------------------------------------------------------------------
 
-CASTS = [("llama", torch.bfloat16), ("qwen3", torch.bfloat16), ("gpt2", torch.bfloat16), ("t5", torch.bfloat16),
-         ("llama", torch.float16), ("vit", torch.float64), ("whisper", torch.bfloat16)]  # fmt: skip
+BOTH = [(name, torch.bfloat16, loaded_so) for name in ("llama", "gpt2", "t5") for loaded_so in (False, True)]
+CASTS = [
+    ("qwen3", torch.bfloat16, False),
+    ("llama", torch.float16, True),
+    ("vit", torch.float64, True),
+    ("whisper", torch.bfloat16, False),
+]
 
 
-@pytest.mark.parametrize("loaded_so", [False, True])
-@pytest.mark.parametrize(("name", "dtype"), CASTS)
+@pytest.mark.parametrize(("name", "dtype", "loaded_so"), [*BOTH, *CASTS])
 @pytest.mark.filterwarnings("error:headprune")
 def test_types_of_numbers_are_kept(name: str, dtype: torch.dtype, loaded_so: bool, tmp_path: Path) -> None:
     """``model.bfloat16()`` rounds rotary frequencies in memory, `from_pretrained` does not; T5 keeps one projection in float32."""

@@ -204,7 +204,7 @@ def test_training_brings_the_pruned_model_nearer(make: Any, tmp_path: Path, capf
     before = fingerprint(pruned), fingerprint(dense), pruned.config.to_dict()
     state = torch.get_rng_state(), dict(PartialState._shared_state), dict(AcceleratorState._shared_state)
     capfd.readouterr()
-    options = FinetuneOptions(epochs=8, learning_rate=3e-3, patience=99)
+    options = FinetuneOptions(epochs=6, learning_rate=3e-3, patience=99)
     model, training = tuned(pruned, dense, made[:3], made[:3], tmp_path / "work", options)
     assert capfd.readouterr() == ("", "")
     assert (fingerprint(pruned), fingerprint(dense), pruned.config.to_dict()) == before
