@@ -1,7 +1,5 @@
 """The public names, as somebody uses them who knows nothing else: on transformers' models and on plain modules."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect
@@ -14,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,9 +184,7 @@ def test_evaluate_and_compare_agree_with_hand_computation() -> None:
 # -- one search ----------------------------------------------------------------------------------
 
 
-def test_search_finds_what_the_command_line_prunes(
-    bert_folder: Path, data_folder: Path, tmp_path: Path, brief: None
-) -> None:
+def test_search_finds_what_prune_prunes(bert_folder: Path, data_folder: Path, tmp_path: Path, brief: None) -> None:
     seeded = ("-L", 24, "-b", 8, "--seed", 5, "-k", 5, "-k", "25%", "--protect", "L1.H0")
     run("prune", bert_folder, "-d", data_folder, *seeded, "-m", "gradient", "-o", tmp_path / "run", "-q")
     paths = [tmp_path / "run" / "plan.json", *(tmp_path / "run").glob("plan-*.json")]
@@ -318,9 +315,7 @@ def mistakes() -> dict[str, tuple[Callable[[Subject], Any], str]]:
         "a generator twice": (twice, "gives its batches only once"),
         "nothing to choose by": (lambda s: hp.search(s.model, s.batches[:1], keep=3), "no examples to choose between"),
         "a strategy": (lambda s: hp.search(s.model, s.batches, keep=3, strategy="best"), "no strategy 'best'"),
-        "no scores": (
-            lambda s: hp.search(s.model, s.batches, keep=3, strategy="one-shot", scores=()), "needs scores",
-        ),
+        "no scores": (lambda s: hp.search(s.model, s.batches, keep=3, strategy="one-shot", scores=()), "needs scores"),
         "a layer": (lambda s: hp.search(s.model, s.batches, keep=3, protect="L9"), "no attention layer named 'L9'"),
         "plan cannot": (lambda s: hp.plan(hp.score(s.model, s.batches), 3, "auto"), "headprune.search"),
         "for other heads": (other_heads, "repaired for other heads"),
@@ -377,10 +372,6 @@ def test_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = {"example": text(2, 6), "batches": batches[:3], "other_batches": batches[3:5]}
     names = {"model": model, "report_batches": batches[5:], **examples}
     exec(code, names)
-    for name in (
-        "find_attention", "score", "search", "repair", "prune", "evaluate", "compare", "benchmark", "save", "load",
-    ):  # fmt: skip
-        assert f"hp.{name}(" in code
     plans: Any = names["plans"]
     assert [p.kept for p in plans] == [36, 18]
     assert sum(a.num_heads for a in hp.find_attention(names["model"], names["example"])) == 36
@@ -395,23 +386,6 @@ def test_the_reference_is_what_the_docstrings_say(monkeypatch: pytest.MonkeyPatc
         assert name == "__version__" or f"\n### {name}\n" in written
 
 
-def test_types_are_shipped() -> None:
-    assert (Path(hp.__file__).parent / "py.typed").is_file()
-
-
-def test_the_changelog_knows_this_version() -> None:
-    found = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert found[0] == "Unreleased"
-    assert hp.__version__ in found
-
-
-class Pipeline:
-    """As transformers' pipelines are: the model is in it."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-
-
 TAKE_A_MODEL = [
     name for name in hp.__all__ if inspect.isfunction(f := getattr(hp, name)) and "model" in inspect.signature(f).parameters
 ]  # fmt: skip
@@ -422,15 +396,10 @@ def test_what_is_no_model_is_said(name: str, tmp_path: Path) -> None:
     """A path, a tokenizer or a pipeline, given to any public function: one line, not an AttributeError."""
     function, batch = getattr(hp, name), {"input_ids": torch.ones(2, 4, dtype=torch.long)}
     known = {"batches": [batch], "example": batch, "plan": {"L0": [0]}, "heads": {"L0": [0]}, "path": tmp_path / "new"}
-    required = [
-        n
-        for n, p in inspect.signature(function).parameters.items()
-        if n != "model" and p.default is p.empty and p.kind is not p.VAR_KEYWORD
-    ]
-    given = {n: known.get(n) for n in required}
-    for wrong, says in (("gpt2", "The model is a str.*from_pretrained"), (Pipeline(nn.Linear(1, 1)), "pipeline.model")):
-        with (
-            pytest.raises(hp.HeadPruneError, match=says),
-            function(wrong, **given) if name == "mask" else contextlib.nullcontext(function(wrong, **given)),
-        ):
-            pass
+    parameters = inspect.signature(function).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    given = {name: known.get(name) for name in required if name != "model"}
+    pipeline = SimpleNamespace(model=nn.Linear(1, 1))  # as transformers' pipelines are: the model is in it
+    for wrong, says in (("gpt2", "The model is a str.*from_pretrained"), (pipeline, "pipeline.model")):
+        with pytest.raises(hp.HeadPruneError, match=says), contextlib.ExitStack() as stack:
+            stack.enter_context(function(wrong, **given))  # only a mask would be one, and none comes so far

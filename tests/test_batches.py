@@ -1,7 +1,5 @@
 """What of a batch is per example: the same scores whichever dimensions happen to be as long as the batch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -124,9 +122,10 @@ CASES: dict[str, Callable[[int, int], Case]] = {
     "tokens first, the last read": lambda rows, length: case(TokensFirst(-1, layers=1), tokens_first, rows, length),
     "interleaved": lambda rows, length: case(Interleaved(), lambda x: x, rows, length),
 }
+# Also few ablated examples: rows that are cut out of the batch; the same are drawn when every example comes alone.
 # What does not see single examples: it draws (learned gates, orders), or looks at no data.
 METHODS = [
-    "ablation", "mean-ablation", "gradient", "signed-gradient", "fisher", "integrated-gradients", "entropy", "confidence", "output-norm",
+    "ablation", "ablation:time=1e6", "ablation:examples=2", "mean-ablation", "gradient", "signed-gradient", "fisher", "integrated-gradients", "entropy", "confidence", "output-norm",
 ]  # fmt: skip
 
 
@@ -147,20 +146,11 @@ def in_all_sizes(test: Any) -> Any:
 def test_scores_are_those_one_by_one(method: str, name: str, rows: int, length: int) -> None:
     model, batches, ones, loss_fn = CASES[name](rows, length)
     given_ = {"loss_fn": loss_fn, "layers": layers_of(model, batches)}
-    found, expected = (hp.score(model, b, quick(method, "steps=4"), **given_) for b in (batches, ones))
+    method = method if ":" in method else quick(method, "steps=4")
+    found, expected = (hp.score(model, b, method, **given_) for b in (batches, ones))
     assert found.examples == expected.examples == len(ones)
     torch.testing.assert_close(found.flat(), expected.flat(), rtol=1e-7, atol=1e-10)
     torch.testing.assert_close(found.flat_stderr(), expected.flat_stderr(), rtol=1e-6, atol=1e-10)
-
-
-@in_all_sizes
-def test_few_ablated_examples(name: str, rows: int, length: int) -> None:
-    """Rows that are cut out of the batch; the same are drawn when every example comes alone."""
-    model, batches, ones, loss_fn = CASES[name](rows, length)
-    given_ = {"loss_fn": loss_fn, "layers": layers_of(model, batches)}
-    for method in ("ablation:time=1e6", "ablation:examples=2"):
-        found, expected = (hp.score(model, b, method, **given_) for b in (batches, ones))
-        torch.testing.assert_close(found.flat(), expected.flat(), rtol=1e-7, atol=1e-9)
 
 
 @in_all_sizes

@@ -1,7 +1,5 @@
 """Budgets on curves made up: never exceeded, met with as many heads as can be, and refused with the nearest that can be met."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import asdict

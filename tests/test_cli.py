@@ -1,16 +1,21 @@
 """The commands as a user types them: results, errors, exit codes, and what is left on disk."""
 
+import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers as tf
+from rich.console import Console as RichConsole
+from rich.progress import Progress
 
 import headprune as hp
-from tests.support.commands import PRUNE, metrics_of, python, run
+from headprune.app.console import Console, TimeLeft
+from tests.support.commands import COMMANDS, PRUNE, metrics_of, python, run, stderr_of
 from tests.support.documents import opened
 from tests.support.folders import sentences
 
@@ -103,7 +108,7 @@ def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Pa
 def test_dry_runs_write_nothing(here: Path, bert_folder: Path, data_folder: Path) -> None:
     assert "Nothing was written" in run("score", bert_folder, "-d", data_folder, "--dry-run").stdout
     assert not (here / "reports").exists()
-    assert "Data:" in run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "--json").stderr
+    assert "Data:" in stderr_of("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "--json")
     before = {p: p.stat().st_mtime_ns for p in here.rglob("*")}
     assert "keeps 4 of 8" in run("prune", "-k", 4, "--dry-run").stdout
     assert {p: p.stat().st_mtime_ns for p in here.rglob("*")} == before
@@ -117,15 +122,13 @@ def test_inspect(bert_folder: Path, llama_folder: Path) -> None:
 
 def test_a_model_without_a_tokenizer(bert_folder: Path, data_folder: Path, here: Path) -> None:
     shutil.copytree(bert_folder, here / "model", ignore=shutil.ignore_patterns("tokenizer*"))
-    assert "no tokenizer" in run("score", "model", "-d", data_folder, code=1).stderr
+    assert "no tokenizer" in stderr_of("score", "model", "-d", data_folder, code=1)
 
 
 def test_a_model_of_images_that_names_no_size(here: Path) -> None:
     """SegFormer's config has no image_size."""
-    config = tf.SegformerConfig(
-        hidden_sizes=[8] * 4, depths=[1] * 4, num_attention_heads=[1, 1, 2, 4], decoder_hidden_size=8
-    )
-    tf.SegformerForImageClassification(config).save_pretrained(here / "segformer")
+    sizes = {"hidden_sizes": [8] * 4, "depths": [1] * 4, "num_attention_heads": [1, 1, 2, 4], "decoder_hidden_size": 8}
+    tf.SegformerForImageClassification(tf.SegformerConfig(**sizes)).save_pretrained(here / "segformer")
     layers = json.loads(run("inspect", here / "segformer", "--json", "-q").stdout)["layers"]
     assert [layer["num_heads"] for layer in layers] == [1, 1, 2, 4]
 
@@ -138,17 +141,8 @@ def test_what_stopped_a_run_is_said(
 
     stopped = hp.errors.Stopped(status) if status else KeyboardInterrupt
     monkeypatch.setattr("headprune.app.workflow.pruning.score", Mock(side_effect=stopped))
-    assert f"headprune: {says}" in run("score", bert_folder, "-d", data_folder, code=status or 130).stderr
+    assert f"headprune: {says}" in stderr_of("score", bert_folder, "-d", data_folder, code=status or 130)
     assert not list(here.rglob("*"))
-
-
-def test_a_usage_error_is_a_sentence() -> None:
-    for arguments in (("score", "x", "--limit", "abc"), ("score",)):
-        result = run(*arguments, "--json", code=2)
-        error = json.loads(result.stdout)["error"]
-        assert error.endswith(".")
-        assert not error.endswith("..")
-        assert f"{error} `headprune COMMAND" in result.stderr
 
 
 def test_help_is_quick_and_needs_no_torch() -> None:
@@ -165,9 +159,7 @@ def test_help_is_quick_and_needs_no_torch() -> None:
     assert float(seconds) < 3
 
 
-@pytest.mark.parametrize(
-    ("own", "spins"), [({}, "10000"), ({"OMP_WAIT_POLICY": "active"}, "None"), ({"GOMP_SPINCOUNT": "9"}, "9")]
-)
+@pytest.mark.parametrize(("own", "spins"), [({}, "10000"), ({"OMP_WAIT_POLICY": "active"}, "None")])
 def test_threads_sleep_while_they_wait_unless_the_user_says_how(own: dict[str, str], spins: str) -> None:
     """It has no effect once torch is imported."""
     code = (
@@ -191,15 +183,8 @@ def test_hub_ids_go_through_the_hub(monkeypatch: pytest.MonkeyPatch, bert_folder
     seen = []
     real = tf.AutoConfig.from_pretrained
     monkeypatch.setattr(tf.AutoConfig, "from_pretrained", lambda s, **k: seen.append((s, k)) or real(bert_folder))
-    assert "does not load" in run("inspect", "someone/some-model@v2", "--task", "causal-lm", code=1).stderr
+    assert "does not load" in stderr_of("inspect", "someone/some-model@v2", "--task", "causal-lm", code=1)
     assert seen == [("someone/some-model", {"revision": "v2", "trust_remote_code": False})]
-
-
-def test_scoring_again_leaves_no_figures_of_the_old_prune(pruned: Path, bert_folder: Path, data_folder: Path) -> None:
-    assert (pruned / "tradeoff.png").exists()
-    run("score", bert_folder, "-d", data_folder, "-L", 20, "-m", "gradient", "-o", pruned, "--overwrite", "-q")
-    assert {p.name for p in pruned.iterdir()} == SCORED
-    assert "pruned-" not in (pruned / "report.md").read_text().split("## Reproduce")[0]
 
 
 def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> None:
@@ -219,3 +204,74 @@ def test_scoring_options(here: Path, bert_folder: Path, data_folder: Path) -> No
     assert "no standard error: none from one training run" in (here / "b" / "report.md").read_text()
     run(*PRUNE, "50%", "--no-repair", "--scores", "b", "-o", "c")
     assert metrics_of(here / "c")["budgets"][0]["kept"] == 4
+
+
+# -- what commands print: one document on stdout, progress with a time, and nothing that a model prints ------------
+
+
+def test_every_command_gives_one_document(scored: Path, bert_folder: Path, data_folder: Path, here: Path) -> None:
+    quick = ["--scores", scored, "--strategy", "one-shot", "--no-repair"]
+    base = [bert_folder, "-d", data_folder, "-L", 20]
+    commands: dict[str, list[Any]] = {
+        "layers": ["score", *base, "--dry-run"],
+        "methods": ["prune", *base, "-k", 4, "-o", "new", "--strategy", "one-shot", "--dry-run"],
+        "plans": ["prune", "-k", 4, *quick, "--dry-run"],
+        "report": ["report", scored],
+        "strategies": ["methods"],
+        "model": ["inspect", bert_folder],
+        "rows": ["bench", bert_folder, bert_folder, "--batch-sizes", 1, "--lengths", 8],
+        "scores": ["score", *base, "-m", "random", "-o", "scored"],
+        "budgets": ["prune", "-k", 4, *quick, "-o", "pruned"],
+    }
+    for key, arguments in commands.items():
+        assert key in json.loads(run(*arguments, "--json").stdout), arguments
+        assert not (here / "new").exists()
+
+
+def test_what_a_model_prints_stays_out_of_the_document(bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tf.AutoConfig.from_pretrained
+    talking = lambda *given, **more: print("Hello from the model") or real(*given, **more)  # noqa: E731
+    monkeypatch.setattr(tf.AutoConfig, "from_pretrained", talking)
+    result = run("inspect", bert_folder, "--json")
+    assert json.loads(result.stdout)["model"] == str(bert_folder)
+    assert "Hello from the model" in result.stderr
+
+
+def test_all_commands_take_the_same_flags() -> None:
+    for name, command in COMMANDS.items():
+        flags = {f for option in command.params for f in option.opts}
+        assert {"--json", "--quiet", "-q", "--verbose", "-v"} <= flags, name
+
+
+def test_progress_never_stands_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes minutes: the time left is known from the first step on, and falls while one waits."""
+    clock = [0.0]
+    monkeypatch.setattr("headprune.app.console.time.monotonic", lambda: clock[0])
+    bars, column = Progress(get_time=lambda: clock[0]), TimeLeft()
+    column.max_refresh = None
+    bars.add_task("x", total=None)
+    (task,) = bars.tasks
+
+    def shown() -> str:
+        return column.render(task).plain
+
+    assert shown() == ""
+    for now, done, text in (
+        (0.0, 0, "0/10"), (60.0, 1, "1/10, 0:09:00 left"), (100.0, None, "1/10, 0:08:20 left"), (5000.0, None, "1/10, 0:00:00 left"),
+        (5000.0, 10, "10/10, 0:00:00 left"),
+    ):  # fmt: skip
+        clock[0] = now
+        if done is not None:
+            bars.update(task.id, completed=done, total=10, updated=now)
+        assert shown() == text
+
+
+def test_the_bar_is_drawn_with_it() -> None:
+    console = Console()
+    console.err = RichConsole(file=io.StringIO(), force_terminal=True, width=80)
+    with console.track("scoring by ablation") as progress:
+        progress(7, 12, "block.encoder.layer.11.attention.self of 24 layers, and more that is told")
+    (line,) = [line for line in console.err.file.getvalue().split("\n") if "7/12" in line]  # type: ignore[attr-defined]
+    assert "-:--" not in line
+    assert "scoring by ablation (block" in line  # it took three lines
+    assert "0:00:00 left" in line

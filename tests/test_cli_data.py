@@ -11,9 +11,10 @@ import pytest
 import transformers as tf
 
 import headprune as hp
-from tests.support.commands import run
+from tests.support.commands import run, stderr_of
 from tests.support.documents import FINETUNE, METRICS, TRAINED, opened, write_json
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
+from tests.support.stays import edit
 from tests.support.zoo import randomise
 
 QUICK = ["--strategy", "one-shot", "--no-repair"]
@@ -59,9 +60,7 @@ def test_a_copy_of_the_scored_model_is_the_same(made: Path, bert_folder: Path, h
     assert json.loads((here / "out" / "pruned-4" / "headprune.json").read_text())["about"]["from"] == str(copy)
 
 
-def test_scores_that_do_not_fit_are_left_aside_where_the_command_is_complete(
-    made: Path, bert_folder: Path, data_folder: Path, here: Path
-) -> None:
+def test_scores_that_do_not_fit_are_left_aside(made: Path, bert_folder: Path, data_folder: Path, here: Path) -> None:
     """A command that says all was refused for an earlier run in `reports/`."""
     shutil.copytree(made, here / "reports" / "tiny-bert-1")
     whole = ["prune", bert_folder, "-d", data_folder, "-k", 4, "-s", "one-shot", "-m", "gradient"]
@@ -69,8 +68,8 @@ def test_scores_that_do_not_fit_are_left_aside_where_the_command_is_complete(
         told = run(*whole, *more, "--dry-run")
         assert told.stderr.count("are left aside") == 1, (more, told.stderr)
         assert "Would score" in told.stdout
-    assert "left aside" not in run(*whole, "-L", 20, "--dry-run").stderr
-    assert "another one" in run(*whole, "-L", 30, "--scores", made, "--dry-run", code=1).stderr
+    assert "left aside" not in stderr_of(*whole, "-L", 20, "--dry-run")
+    assert "another one" in stderr_of(*whole, "-L", 30, "--scores", made, "--dry-run", code=1)
 
 
 @pytest.mark.parametrize("flag", [["--distil"], ["--method", "gradient:normalise"]], ids=lambda f: f[0])
@@ -81,7 +80,7 @@ def test_options_for_scoring_are_not_ignored(flag: list[str], made: Path, here: 
 
 def test_scores_beside_are_not_taken_for_a_name_that_is_not_there(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made)
-    assert "no file or folder nope" in run("prune", "-k", 4, "--scores", "nope", code=1).stderr
+    assert "no file or folder nope" in stderr_of("prune", "-k", 4, "--scores", "nope", code=1)
 
 
 # -- how the data is cut -----------------------------------------------------------------------
@@ -105,7 +104,7 @@ def test_a_smaller_report_is_of_these_examples(made: Path, here: Path) -> None:
     (["-L", 10, "--seed", 3], "--limit and --seed"),
 ], ids=str)  # fmt: skip
 def test_another_scoring_part_is_refused_for_the_true_reason(flag: list[Any], named: str, made: Path) -> None:
-    error = run("prune", "-k", 4, "--scores", made, *QUICK, *flag, code=1).stderr
+    error = stderr_of("prune", "-k", 4, "--scores", made, *QUICK, *flag, code=1)
     assert f"with {named} the scoring part is another one" in error
     assert f"Leave out {named}, or score again" in error
 
@@ -113,17 +112,21 @@ def test_another_scoring_part_is_refused_for_the_true_reason(flag: list[Any], na
 def test_data_that_has_changed_is_noticed(made: Path, data_folder: Path, here: Path) -> None:
     """As many rows as before, but others: row numbers alone would not tell."""
     shutil.copytree(data_folder, here / "data")
-    write_jsonl(here / "data" / "train.jsonl", sentences(60, 77))
     shutil.copytree(made, here / "run")
-    assert (
-        "--dataset the scoring part is another one"
-        in run("prune", "-k", 4, "--scores", "run", "-d", here / "data", *QUICK, code=1).stderr
-    )
-    document = opened(here / "run" / "run.json")
-    document["options"]["data"]["dataset"] = str(here / "data")
-    (here / "run" / "run.json").write_text(json.dumps(document))
-    error = run("prune", "-k", 4, "--scores", "run", *QUICK, code=1).stderr
-    assert f"{here / 'data'} no longer holds the examples that were scored" in error
+    command = ["prune", "-k", 4, "--scores", "run", *QUICK]
+    data = {**opened(here / "run" / "run.json")["options"]["data"], "dataset": "data"}
+    edit(here / "run" / "run.json", options={**opened(here / "run" / "run.json")["options"], "data": data})
+    assert "has changed" not in stderr_of(*command, "--dry-run")
+    file = here / "data" / "test.jsonl"
+    file.write_text(file.read_text().replace("good", "goof", 1))
+    changed = "data has changed since it was scored: the examples to choose or to report on are different now."
+    assert changed in stderr_of(*command, "--dry-run")
+    assert "has changed" not in stderr_of(*command, "--report-limit", 10, "--dry-run")
+    write_jsonl(here / "data" / "train.jsonl", sentences(60, 77))
+    assert "data no longer holds the examples that were scored" in stderr_of(*command, code=1)
+    shutil.copytree(made, here / "other")
+    command[4] = "other"
+    assert "--dataset the scoring part is another one" in stderr_of(*command, "-d", "data", code=1)
 
 
 @pytest.fixture
@@ -146,7 +149,7 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stops")
 @pytest.mark.parametrize("flag", [["-L", 10], ["-L", 28], ["--report-limit", 30], []], ids=str)
 def test_finetune_with_other_limits_where_no_reported_example_was_used(flag: list[Any], pruned: Path) -> None:
-    assert "training would begin" in run("finetune", pruned / "pruned-8", *flag, code=1).stderr
+    assert "training would begin" in stderr_of("finetune", pruned / "pruned-8", *flag, code=1)
 
 
 def cut_by_seed(pruned: Path, here: Path, *limits: object) -> Path:
@@ -161,16 +164,14 @@ def cut_by_seed(pruned: Path, here: Path, *limits: object) -> Path:
 
 def test_finetune_never_reports_what_chose_the_heads(pruned: Path, here: Path, stops: None) -> None:
     cut_by_seed(pruned, here)
-    error = run("finetune", pruned / "pruned-8", "-L", 6, code=1).stderr
+    error = stderr_of("finetune", pruned / "pruned-8", "-L", 6, code=1)
     assert "With --limit, 12 of the 68 examples to report were used to score or choose the heads" in error
     assert "Leave out --limit" in error
-    assert "training would begin" in run("finetune", pruned / "pruned-8", "--report-limit", 20, code=1).stderr
+    assert "training would begin" in stderr_of("finetune", pruned / "pruned-8", "--report-limit", 20, code=1)
 
 
 @pytest.mark.parametrize("trained_by", ["finetune", "prune"])
-def test_what_a_model_was_trained_on_before_is_not_reported(
-    trained_by: str, pruned: Path, here: Path, stops: None
-) -> None:
+def test_what_was_trained_on_is_not_reported(trained_by: str, pruned: Path, here: Path, stops: None) -> None:
     """One split, few reported: the rest was trained on. Reporting more of it later would report that."""
     cut_by_seed(pruned, here, "--report-limit", 20)
     source, document = pruned / "pruned-8", opened(pruned / "run.json")
@@ -180,20 +181,20 @@ def test_what_a_model_was_trained_on_before_is_not_reported(
     else:
         budget = {**METRICS["budgets"][0], "checkpoint": "pruned-8", "finetune": TRAINED}
         write_json(pruned / "metrics.json", "metrics", {**METRICS, "budgets": [budget]})
-    error = run("finetune", source, "--report-limit", 50, code=1).stderr
+    error = stderr_of("finetune", source, "--report-limit", 50, code=1)
     assert "was fine-tuned before; with --report-limit the data is cut differently" in error
-    assert "training would begin" in run("finetune", source, "--report-limit", 20, code=1).stderr
+    assert "training would begin" in stderr_of("finetune", source, "--report-limit", 20, code=1)
 
 
 def test_finetune_on_a_copy_of_the_data_under_another_name(pruned: Path, here: Path, stops: None) -> None:
     data = cut_by_seed(pruned, here)
     shuffled = data.read_text().splitlines()[::-1]
     (here / "other.jsonl").write_text("\n".join(shuffled) + "\n")
-    error = run("finetune", pruned / "pruned-8", "-d", "other.jsonl", code=1).stderr
+    error = stderr_of("finetune", pruned / "pruned-8", "-d", "other.jsonl", code=1)
     assert "With --dataset, " in error
     assert "used to score or choose the heads" in error
     data.unlink()
-    error = run("finetune", pruned / "pruned-8", "-d", "other.jsonl", code=1).stderr
+    error = stderr_of("finetune", pruned / "pruned-8", "-d", "other.jsonl", code=1)
     assert "Whether reported examples were used to score or choose the heads is not known" in error
     assert "training would begin" in error
 
@@ -201,7 +202,7 @@ def test_finetune_on_a_copy_of_the_data_under_another_name(pruned: Path, here: P
 def test_finetune_on_data_that_has_changed(pruned: Path, here: Path, stops: None) -> None:
     data = cut_by_seed(pruned, here)
     write_jsonl(data, sentences(81, 10))
-    assert "has changed since the model was pruned" in run("finetune", pruned / "pruned-8", code=1).stderr
+    assert "has changed since the model was pruned" in stderr_of("finetune", pruned / "pruned-8", code=1)
 
 
 # -- what is scored where there are no scores -----------------------------------------------------
@@ -215,24 +216,21 @@ def test_finetune_on_data_that_has_changed(pruned: Path, here: Path, stops: None
 def test_prune_says_what_it_scores_by(
     instead: Mock, options: list[str], methods: list[str], bert_folder: Path, data_folder: Path
 ) -> None:
-    error = run("prune", bert_folder, "-d", data_folder, "-k", 4, *options, code=1).stderr
+    error = stderr_of("prune", bert_folder, "-d", data_folder, "-k", 4, *options, code=1)
     assert instead.call_args.args[0].methods == tuple(methods)
-    said = [line for line in error.splitlines() if "There are no scores yet" in line]
-    assert len(said) == int(bool(methods) and "-m" not in options)
-    assert all(f"scored by {' and '.join(methods)} first" in " ".join(error.split()) for _ in said)
+    times = int(bool(methods) and "-m" not in options)
+    assert error.count("There are no scores yet") == error.count(f"by {' and '.join(methods)} first") == times
     text = " ".join(run("prune", "--help").stdout.replace("│", " ").split())
     assert "heads are scored by gradient, which is enough for auto, or by ablation and gradient for another" in text
 
 
 def test_a_run_that_does_not_say_what_it_scored(made: Path, bert_folder: Path, data_folder: Path, here: Path) -> None:
-    for damage in ({}, {"options": None}, {"options": {"seed": 0}}):
-        folder = here / "reports" / "x-1"
-        shutil.copytree(made, folder, dirs_exist_ok=True)
-        document = opened(folder / "run.json")
-        del document["options"]
-        (folder / "run.json").write_text(json.dumps({**document, **damage}))
-        error = run("prune", bert_folder, "-d", data_folder, "-k", 4, code=1).stderr
-        assert "run.json is damaged: it does not say which model was scored" in " ".join(error.split())
+    folder = here / "reports" / "x-1"
+    shutil.copytree(made, folder)
+    for damage in (None, {"seed": 0}):
+        edit(folder / "run.json", options=damage)
+        error = stderr_of("prune", bert_folder, "-d", data_folder, "-k", 4, code=1)
+        assert "run.json is damaged: it does not say which model was scored" in error
         assert "unexpected" not in error
 
 
@@ -244,24 +242,12 @@ def test_a_model_whose_config_changed_since_it_was_scored(bert_folder: Path, dat
     whole = path.read_text()
     path.write_text(json.dumps(json.loads(whole) | {"layer_norm_eps": 1e-3}))
     command = ["prune", "-k", 4, "--scores", "run", *QUICK]
-    assert "The config of m has changed since run was scored" in " ".join(run(*command, code=1).stderr.split())
+    assert "The config of m has changed since run was scored" in stderr_of(*command, code=1)
     path.write_text(whole)
     words = here / "m" / "tokenizer.json"  # of a word that is in no example
     words.write_text(words.read_text().replace('"[MASK]": 4', '"[MASL]": 4'))
-    said = " ".join(run(*command, code=1).stderr.split())
+    said = stderr_of(*command, code=1)
     assert "The tokenizer or image processor of m has changed since run was scored" in said
-
-
-def test_data_that_changed_since_it_was_scored(bert_folder: Path, data_folder: Path, here: Path) -> None:
-    shutil.copytree(data_folder, here / "data")
-    run("score", bert_folder, "-d", "data", "-L", 20, "-m", "random", "-o", "run", "-q")
-    command = ["prune", "-k", 4, "--scores", "run", "-m", "random", "-s", "one-shot", "--dry-run"]
-    assert "has changed" not in run(*command).stderr
-    file = here / "data" / "test.jsonl"
-    file.write_text(file.read_text().replace("good", "goof", 1))
-    said = " ".join(run(*command).stderr.split())
-    assert "data has changed since it was scored: the examples to choose or to report on are different now." in said
-    assert "has changed" not in run(*command, "--report-limit", 10).stderr
 
 
 def test_questions_that_cannot_be_used_are_counted(here: Path) -> None:
@@ -270,21 +256,23 @@ def test_questions_that_cannot_be_used_are_counted(here: Path) -> None:
     tokenizer().save_pretrained("model")
 
     def row(context: str, answer: str) -> dict[str, object]:
-        start = (
-            {"text": [answer], "answer_start": [context.index(answer)]} if answer else {"text": [], "answer_start": []}
-        )
-        return {"question": "good film", "context": context, "answers": start}
+        start = [context.index(answer)] if answer else []
+        return {
+            "question": "good film",
+            "context": context,
+            "answers": {"text": [answer] * len(start), "answer_start": start},
+        }
 
     rows = [row(f"the {a} plot was {b}", a) for a in WORDS[:4] for b in WORDS[4:9]]
     late, none = row(f"the {'film ' * 40} was great", "great"), row("the plot was dull", "")
     write_jsonl(here / "data" / "train.jsonl", [*rows, none, none])
     write_jsonl(here / "data" / "test.jsonl", [*[{**r, "question": "bad film"} for r in rows], late])
-    said = " ".join(run("score", "model", "-d", "data", "-m", "random", "-o", "run").stderr.split())
+    said = stderr_of("score", "model", "-d", "data", "-m", "random", "-o", "run")
     assert "Data: 16 to score (train), 4 to choose (train), 20 to report (test); 3 rows left out. Columns:" in said
-    assert (
-        "Rows left out: 1 of 17 to score (1 without an answer); 1 of 5 to choose (1 without an answer); 1 of 21 to report"
-        in said
+    left_out = (
+        "Rows left out: 1 of 17 to score (1 without an answer); 1 of 5 to choose (1 without an answer); 1 of 21 to"
     )
+    assert left_out in said
     assert "1 of 21 to report (1 with the answer behind the cut)" in (here / "run" / "report.md").read_text()
 
 
@@ -332,10 +320,8 @@ def test_base_models_are_looked_at(here: Path) -> None:
     """They were refused, since their class names no task: no head on top is needed to look at heads."""
     randomise(tf.BertModel(tf.BertConfig(**common()))).save_pretrained("bert")
     tokenizer().save_pretrained("bert")
-    config = tf.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4
-    )
-    randomise(tf.ViTModel(config)).save_pretrained("vit")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    randomise(tf.ViTModel(tf.ViTConfig(**sizes, image_size=16, patch_size=4))).save_pretrained("vit")
     for name in ("bert", "vit"):
         layers = json.loads(run("inspect", name, "--json").stdout)["layers"]
         assert [layer["num_heads"] for layer in layers] == [4, 4]
@@ -343,7 +329,7 @@ def test_base_models_are_looked_at(here: Path) -> None:
     for what in (["--text", "good film"], ["-d", plain]):
         shown = json.loads(run("show", "bert", *what, "--json").stdout)
         assert [len(layer["heads"]) for layer in shown["layers"]] == [4, 4]
-    assert "Say it with --task" in run("score", "bert", "-d", plain, code=1).stderr
+    assert "Say it with --task" in stderr_of("score", "bert", "-d", plain, code=1)
 
 
 @pytest.mark.slow
@@ -364,9 +350,8 @@ SECOND = ("--strategy", "one-shot", "-m", "gradient", "-q")
 
 
 def test_second_data_are_measured_and_change_nothing_else(here: Path, bert_folder: Path, data_folder: Path) -> None:
-    other = write_jsonl(
-        here / "other.jsonl", [{"sentence": r["text"], "label": r["label"]} for r in sentences(30, seed=9)]
-    )
+    rows: Any = [{"sentence": r["text"], "label": r["label"]} for r in sentences(30, seed=9)]
+    other = write_jsonl(here / "other.jsonl", rows)
     ask = ("prune", bert_folder, "-d", data_folder, "-L", 20, "-k", 4, *SECOND)
     run(*ask, "-o", "plain")
     screen = run(*ask[:-1], "-o", "both", "--also", other, "--also", data_folder).stdout
@@ -381,17 +366,13 @@ def test_second_data_are_measured_and_change_nothing_else(here: Path, bert_folde
     change = f"{100 * first['change']['value']:+.2f} points ({100 * first['change']['low']:+.2f} to"
     assert change in (here / "both" / "report.md").read_text().partition("## On other data")[2]
     assert str(other) in re.sub(r"\s", "", screen)
-    assert json.loads((here / "both" / "run.json").read_text())["options"]["data"]["also"] == [
-        str(other),
-        str(data_folder),
-    ]
+    assert opened(here / "both" / "run.json")["options"]["data"]["also"] == [str(other), str(data_folder)]
 
 
 def test_second_data_that_are_not_there_or_do_not_fit(here: Path, bert_folder: Path, data_folder: Path) -> None:
     ask = ("prune", bert_folder, "-d", data_folder, "-L", 20, "-k", 4, "--strategy", "one-shot", "-m", "gradient")
-    assert "There is no file or folder missing.jsonl" in run(*ask, "--also", "missing.jsonl", code=1).stderr
     wrong = write_jsonl(here / "wrong.jsonl", [{"text": f"good {i}", "label": 7} for i in range(9)])
-    assert "label 7 does not fit the model's head" in run(*ask, "--also", wrong, code=1).stderr
+    assert "label 7 does not fit the model's head" in stderr_of(*ask, "--also", wrong, code=1)
     rows = [json.loads(line) for line in (data_folder / "train.jsonl").read_text().splitlines()]
     used = write_jsonl(here / "used.jsonl", rows)
-    assert "repeating an input" in run(*ask[:4], "-L", 60, *ask[6:], "--also", used, code=1).stderr
+    assert "repeating an input" in stderr_of(*ask[:4], "-L", 60, *ask[6:], "--also", used, code=1)

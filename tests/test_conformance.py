@@ -4,6 +4,7 @@ Only public names are used; the brute force (`cases.without`) zeroes blocks of W
 """
 
 import copy
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -66,8 +67,7 @@ def no_heads(layers: list[hp.AttentionLayer], name: str) -> Drop:
     return {a.name: list(range(a.num_heads)) for a in layers}
 
 
-@pytest.mark.parametrize("name", FACTS)
-def test_found_and_masked(name: str) -> None:
+def found_and_masked(name: str) -> tuple[nn.Module, Any, list[hp.AttentionLayer]]:
     """A trace finds what the table says, a mask is the brute force, and both leave the model as it was."""
     (model, example), row = made(name), FACTS[name]
     before = everything(model)
@@ -89,6 +89,7 @@ def test_found_and_masked(name: str) -> None:
     assert (masked - answer(model, example)).abs().max() > 1e-3
     if name not in NO_BLOCKS and layers[0].output_projection:
         same(masked, answer(without(model, layers, drop), example))
+    return model, example, layers
 
 
 def loaded(model: nn.Module, name: str, folder: Path) -> list[nn.Module]:
@@ -101,20 +102,25 @@ def loaded(model: nn.Module, name: str, folder: Path) -> list[nn.Module]:
     return models + ([getattr(tf, own).from_pretrained(folder, trust_remote_code=True)] if own else [])
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [*((n, some) for n in PRUNED), *((n, w) for n in SMALL for w in (without_layers, no_heads))]
-)
+WAYS = [*((name, some) for name in PRUNED), *((name, way) for name in SMALL for way in (without_layers, no_heads))]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
 def test_pruned_is_masked_and_loaded_is_saved(name: str, way: Callable[..., Drop], tmp_path: Path) -> None:
     """On the example and on an input that the proof has not seen; then once more, counted within what is left."""
-    model, example = made(name)
-    dense, layers = copy.deepcopy(model), hp.find_attention(model, example)
-    drop = way(layers, name)
+    if way is some:
+        model, example, layers = found_and_masked(name)
+    else:
+        model, example = made(name)
+        layers = hp.find_attention(model, example)
+    dense, drop = copy.deepcopy(model), way(layers, name)
     proof = hp.prune(model, drop, example, layers=layers)
     assert proof.difference <= proof.tolerance
     for batch in (example, other(example)):
         with hp.mask(dense, drop, layers=layers):
             same(answer(model, batch), answer(dense, batch))
-    left = {a.name: a for a in hp.find_attention(model, example) if a.prunable}
+    found = hp.find_attention(model, example)
+    left = {a.name: a for a in found if a.prunable}
     stay = {a.name: [h for h in range(a.num_heads) if h not in drop[a.name]] for a in layers}
     for layer in layers:  # one head of a 3-D softmax is not told from other softmaxes
         kept = left[layer.name].num_heads if layer.name in left else min(len(stay[layer.name]), 1)
@@ -123,7 +129,7 @@ def test_pruned_is_masked_and_loaded_is_saved(name: str, way: Callable[..., Drop
         again = {a.name: list(a.units[-1]) for a in left.values() if len(a.units) > 1}
         again = again if not is_built(name) else dict(list(again.items())[:1])
         drop = {n: sorted({*heads, *(stay[n][h] for h in again.get(n, ()))}) for n, heads in drop.items()}
-        hp.prune(model, again, example)
+        hp.prune(model, again, example, layers=found)
         with hp.mask(dense, drop, layers=layers):
             same(answer(model, other(example)), answer(dense, other(example)))
     models = loaded(model, name, tmp_path / "pruned")
@@ -134,10 +140,8 @@ def test_pruned_is_masked_and_loaded_is_saved(name: str, way: Callable[..., Drop
         options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
         with hp.mask(dense, drop, layers=layers):
             expected = dense.generate(**ids, **options)
-        for each in (model, *models):
-            assert all(
-                torch.equal(each.generate(**ids, **options, use_cache=cache), expected) for cache in (True, False)
-            )
+        for each, cache in itertools.product((model, *models), (True, False)):
+            assert torch.equal(each.generate(**ids, **options, use_cache=cache), expected)
 
 
 class Counting(nn.Module):
@@ -166,8 +170,8 @@ def test_a_refused_prune_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", MASKED)
 def test_heads_that_are_only_masked(name: str) -> None:
-    model, example = made(name)
-    layers, before = hp.find_attention(model, example), everything(model)
+    model, example, layers = found_and_masked(name)
+    before = everything(model)
     with pytest.raises(hp.HeadPruneError, match=f"{layers[0].name} .*{FACTS[name]['only_masked']}"):
         hp.prune(model, {layers[0].name: list(layers[0].units[0])}, example, layers=layers)
     assert everything(model) == before
@@ -202,7 +206,7 @@ def test_other_precisions(name: str, dtype: torch.dtype) -> None:
     same(answer(model, example), masked, {torch.float64: 1e-12, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype])
 
 
-@settings(max_examples=25)
+@settings(max_examples=18)
 @given(stacks(), st.data())
 def test_any_heads_of_any_plain_attention(drawn: tuple[Stack, Tensor, Drop], data: st.DataObject) -> None:
     """Masked and pruned, at once or one unit of every layer first, is the brute force, and as small as its shapes say."""

@@ -27,12 +27,14 @@ from tests.support.zoo import bert, labelled, text
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-CODE = [
-    textwrap.dedent(found)
-    for found in re.findall(
-        r"^ *```python\n(.*?)^ *```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-]
+
+
+def blocks(language: str) -> list[str]:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    return [textwrap.dedent(b) for b in re.findall(rf"^ *```{language}\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)]
+
+
+CODE = blocks("python")
 
 
 def run_example(mark: str) -> dict[str, Any]:
@@ -102,14 +104,12 @@ def test_the_example_of_a_budget_is_held() -> None:
 
 
 def test_the_example_of_a_section_is_reported(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (section,) = re.findall(
-        r"^ *```jinja\n(.*?)^ *```", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    (section,) = blocks("jinja")
     code = next(code for code in CODE if "cache_table" in code)
     exec(code, room := {**vars(measured), "Figure": content.Figure, "new_figure": pictures.new_figure, "Drawing": Any})
     for name in ("cache_table", "cache_figure"):
         monkeypatch.setattr(measured, name, room[name], raising=False)
-    monkeypatch.setattr(sections, "TEMPLATE", sections.TEMPLATE + textwrap.dedent(section))
+    monkeypatch.setattr(sections, "TEMPLATE", sections.TEMPLATE + section)
     text = report({**METRICS, "generation": [GENERATION]})
     assert "## The cache\n\n<details>" in text
     table = "| model | per token |\n|---|---|\n| dense | 12.3 kB |"

@@ -46,14 +46,10 @@ def inputs(part: Any) -> set[tuple[int, ...]]:
     return {tuple(f["input_ids"]) for f in part.features}
 
 
-@pytest.mark.parametrize(
-    "names", [("train",), ("train", "test"), ("train", "validation"), ("test",), ("validation", "test")]
-)
+@pytest.mark.parametrize("names", ["train", "train test", "train validation", "test", "validation test"])
 @pytest.mark.parametrize("limit", [10, 1000])
-def test_parts_are_disjoint_whatever_splits_there_are(
-    names: tuple[str, ...], limit: int, bert_folder: Path, tmp_path: Path
-) -> None:
-    for i, name in enumerate(names):
+def test_parts_are_disjoint(names: str, limit: int, bert_folder: Path, tmp_path: Path) -> None:
+    for i, name in enumerate(names.split()):
         write_jsonl(tmp_path / f"{name}.jsonl", sentences(50, seed=i))
     parts = parts_of(bert_folder, tmp_path, limit=limit)
     assert all(len(part) > 0 for part in three(parts))
@@ -106,20 +102,18 @@ MODELS: dict[str, Any] = {
         tf.T5Config(vocab_size=30, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=48, decoder_start_token_id=0)
     ),
 }
+ANSWERS = WORDS[12:18]
 ROWS: dict[str, list[dict[str, Any]]] = {
     "token-classification": [
-        {"tokens": ["good", "film", w], "ner_tags": [1, 0, i % 3]}
-        for i, w in enumerate(["a", "the", "is", "was", "not", "very"])
+        {"tokens": ["good", "film", w], "ner_tags": [1, 0, i % 3]} for i, w in enumerate(WORDS[:6])
     ],
     "question-answering": [
         {"question": "good film", "context": f"the {w} plot was fun", "answers": {"text": [w], "answer_start": [4]}}
-        for w in ["great", "dull", "fun", "sad", "one", "two"]
+        for w in ANSWERS
     ],
     "masked-lm": sentences(12, seed=0),
     "causal-lm": sentences(12, seed=0),
-    "seq2seq": [
-        {"document": f"{w} film is good", "summary": f"{w} good"} for w in ["one", "two", "three", "four", "a", "the"]
-    ],
+    "seq2seq": [{"document": f"{w} film is good", "summary": f"{w} good"} for w in WORDS[14:]],
 }
 
 
@@ -156,7 +150,7 @@ def test_answers_are_where_they_should_be(columns: str | None, tmp_path: Path) -
     parts = parts_of_rows(of_task("question-answering"), rows, tmp_path, text_column=columns)
     features = [f for part in three(parts) for f in part.features]
     answers = {texts.decode(f["input_ids"][f["start_positions"] : f["end_positions"] + 1]) for f in features}
-    assert answers == {"great", "dull", "fun", "sad", "one", "two"}
+    assert answers == set(ANSWERS)
 
 
 @pytest.mark.parametrize("coder", [tokenizer, left_padding])
@@ -229,10 +223,8 @@ def test_chats_are_written_out_by_the_chat_template(tmp_path: Path) -> None:
     parts = parts_of_rows(loaded, chats, tmp_path)
     assert parts.columns == {"text": "messages"}
     assert sum("chat template" in note for note in parts.notes) == 1
-    written = {
-        tuple(coder(coder.apply_chat_template(c["messages"], tokenize=False), add_special_tokens=False)["input_ids"])
-        for c in chats
-    }
+    filled = (coder.apply_chat_template(c["messages"], tokenize=False) for c in chats)
+    written = {tuple(coder(chat, add_special_tokens=False)["input_ids"]) for chat in filled}
     assert {tuple(f["input_ids"]) for part in (parts.score, parts.report) for f in part.features} <= written
     assert all(f["labels"] == f["input_ids"] for f in parts.score.features)
     coder.chat_template = "{{ raise_exception('roles must alternate') }}"
@@ -292,11 +284,9 @@ def test_labels_for_several_classes_at_once(label: Any) -> None:
 def labels_of(loaded: LoadedModel, data: Path) -> tuple[list[Any], list[str]]:
     """The labels of every part's examples in their rows' order, as the model gets them; and the notes."""
     parts = parts_of(loaded, data)
-    labels = {
-        (part.split, row): feature["labels"]
-        for part in three(parts)
-        for row, feature in zip(part.rows, part.features, strict=True)
-    }
+    labels: dict[Any, Any] = {}
+    for part in three(parts):
+        labels |= {(part.split, row): f["labels"] for row, f in zip(part.rows, part.features, strict=True)}
     return [labels[at] for at in sorted(labels)], parts.notes
 
 
@@ -325,9 +315,7 @@ def stored(path: Path, names: Any, labels: Sequence[Any], *, several: bool = Fal
     (["negative", "positive"], ["bad", "good"], [0, 1]),  # by their order, and it is said
     (["1", "2"], None, [0, 1]),  # numbers that the model names, as its training found them in the data
 ])  # fmt: skip
-def test_named_classes_are_the_models_of_that_name(
-    model: list[str], data: list[str] | None, expected: list[int], tmp_path: Path
-) -> None:
+def test_classes_go_by_name(model: list[str], data: list[str] | None, expected: list[int], tmp_path: Path) -> None:
     """Numbers of a ClassLabel column were taken as the model's, whatever either of them calls its classes."""
     drawn = [0, 1, 1] * 8
     rows = [{**row, "label": label + 1} for row, label in zip(sentences(24, seed=0), drawn, strict=True)]
@@ -345,9 +333,7 @@ def test_named_classes_are_the_models_of_that_name(
     (["cat", "dog", "bird"], ["hat", "coat"], "hat"),
     (["A", "b"], ["a", "A"], "a"),
 ])  # fmt: skip
-def test_classes_that_the_model_does_not_name_are_refused(
-    model: list[str], data: list[str], label: str, tmp_path: Path
-) -> None:
+def test_other_classes_are_refused(model: list[str], data: list[str], label: str, tmp_path: Path) -> None:
     loaded = text_classifier(id2label=dict(enumerate(model)))
     with pytest.raises(hp.HeadPruneError, match=f"label '{label}' does not fit the model's head"):
         labels_of(loaded, stored(tmp_path / "d", data, [data.index(label)] * 9))
@@ -367,12 +353,10 @@ def test_tags_of_words_go_by_name(tmp_path: Path) -> None:
 
     config = tf.BertConfig(**common(id2label={0: "O", 1: "B-MISC", 2: "B-PER"}))
     loaded = loaded_as(tf.BertForTokenClassification(config), "token-classification")
-    kinds = {
-        "tokens": datasets.List(datasets.Value("string")),
-        "ner_tags": datasets.List(datasets.ClassLabel(names=["O", "B-PER", "B-MISC"])),
-    }
+    words, tags = datasets.Value("string"), datasets.ClassLabel(names=["O", "B-PER", "B-MISC"])
+    features = datasets.Features({"tokens": datasets.List(words), "ner_tags": datasets.List(tags)})
     rows = {"tokens": [[*pair] for pair in permutations(WORDS, 2)][:20], "ner_tags": [[1, 2], [2, 0]] * 10}
-    datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).save_to_disk(str(tmp_path / "d"))
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "d"))
     labels, _ = labels_of(loaded, tmp_path / "d")
     assert [row[1:3] for row in labels] == [[2, 1], [1, 0]] * 10
 
@@ -380,15 +364,14 @@ def test_tags_of_words_go_by_name(tmp_path: Path) -> None:
 def test_splits_may_order_their_classes_differently(tmp_path: Path) -> None:
     import datasets
 
-    splits = {
-        split: datasets.load_from_disk(str(stored(tmp_path / split, names, [0, 1] * 6)))
-        for split, names in {"train": ["pos", "neg"], "test": ["neg", "pos"]}.items()
-    }
+    names = {"train": ["pos", "neg"], "test": ["neg", "pos"]}
+    paths = {split: str(stored(tmp_path / split, named, [0, 1] * 6)) for split, named in names.items()}
+    splits = {split: datasets.load_from_disk(path) for split, path in paths.items()}
     splits["test"] = splits["test"].map(lambda row: {"text": f"very {row['text']}"})
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "d"))
     parts = parts_of(text_classifier(id2label={0: "neg", 1: "pos"}), tmp_path / "d")
-    for part, names in ((parts.score, [1, 0]), (parts.report, [0, 1])):
-        assert [f["labels"] for f in part.features] == [names[row % 2] for row in part.rows]
+    for part, numbers in ((parts.score, [1, 0]), (parts.report, [0, 1])):
+        assert [f["labels"] for f in part.features] == [numbers[row % 2] for row in part.rows]
 
 
 def test_folders_of_images_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,9 +511,7 @@ def test_a_classifier_of_several_parts_gets_a_token_to_pad_with(tmp_path: Path) 
 def test_texts_are_cut_at_the_positions_of_the_text_part(tmp_path: Path) -> None:
     model = randomise(gemma3())
     model.config.text_config.max_position_embeddings = 5
-    rows: Any = [
-        {"text": f"{w} good film was a the plot is fun"} for w in ("one", "two", "sad", "dull", "four", "three")
-    ]
+    rows: Any = [{"text": f"{w} good film was a the plot is fun"} for w in ANSWERS]
     parts = parts_of_rows(loaded_as(model, "causal-lm"), rows, tmp_path)
     assert {b["input_ids"].shape[1] for b in parts.score.batches(4)} == {5}
 

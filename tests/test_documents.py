@@ -1,7 +1,5 @@
 """Documents: what is written is read again, what JSON has no form for, and files with anything in them: refused in one line, or read as what they say."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -22,7 +20,6 @@ from hypothesis import strategies as st
 import headprune as hp
 from headprune.app import report
 from headprune.app.documents import Cut, FinetuneRecord, Heads, Metrics, Run
-from headprune.app.report import finetune_report
 from headprune.app.runs import RunFolder
 from headprune.attention import AttentionLayer
 from headprune.checkpoint import about, load_call
@@ -30,23 +27,9 @@ from headprune.documents import File, from_json
 from headprune.files import dumps, loads, read_json, write_file, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
-from tests.support.documents import (
-    FINETUNE,
-    GENERATION,
-    HEADS,
-    METRICS,
-    RUN,
-    TIME,
-    TRAINED,
-    heads_document,
-    opened,
-    repaired,
-    scores_of,
-)  # fmt: skip
+from tests.support.documents import ALL_METRICS, FINETUNE, HEADS, METRICS, RUN, heads_document, opened, scores_of
 
 REPORTS = sorted((Path(__file__).parent.parent / "reports").glob("*/"))
-ALL_METRICS = {**METRICS, "time": [TIME], "generation": [GENERATION]}
-ALL_METRICS["budgets"] = [{**METRICS["budgets"][0], "repair": repaired(), "finetune": TRAINED}]
 FULL: dict[type[File], dict[str, Any]] = {Run: RUN, Metrics: ALL_METRICS, FinetuneRecord: FINETUNE, Heads: HEADS}
 
 
@@ -133,16 +116,6 @@ def test_a_part_is_the_same_as_far_as_both_sides_say() -> None:
     assert not texts.same(replace(cut, score=replace(cut.score, content_hash="y")))
     for part in (replace(cut.report, examples=3), replace(cut.report, rows_hash="x")):
         assert not cut.same(replace(cut, report=part))
-
-
-def test_the_report_of_a_fine_tuning() -> None:
-    text = finetune_report("r", from_json(FinetuneRecord, FINETUNE))
-    kept = (
-        "Kept: the weights after epoch 1, by accuracy on 50 choosing examples (`validation`): 50.0 % after 0 epochs, "
-    )
-    assert f"{kept}75.0 % after 1 epoch, 62.5 % after 2 epochs." in text
-    row = "60.0 % (50.0 % to 70.0 %) | -10.00 points (-15.00 to -5.00) | no measurable change |"
-    assert f"| pruned, fine-tuned | {row}" in text
 
 
 # -- what JSON has no form for ------------------------------------------------------------------

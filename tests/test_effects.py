@@ -1,7 +1,5 @@
 """What the model's answers lose when a unit goes, against regressions without it and finite differences; and what looking costs."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence
@@ -45,11 +43,8 @@ def model_of(name: str) -> tuple[nn.Module, Batch, list[hp.AttentionLayer]]:
 
 def units_for(layers: Sequence[hp.AttentionLayer], drop: Heads, single: bool = False) -> list[Unit]:
     """Everything that is still there, in groups or as single heads."""
-    units = [
-        Unit(0.0, i, heads)
-        for i, layer in enumerate(layers)
-        for heads in (tuple((h,) for h in range(layer.num_heads)) if single else layer.units)
-    ]
+    parts = [[(h,) for h in range(layer.num_heads)] if single else layer.units for layer in layers]
+    units = [Unit(0.0, i, heads) for i, own in enumerate(parts) for heads in own]
     return [unit for unit in units if not set(unit.heads) & set(drop.get(layers[unit.layer].name, ()))]
 
 
@@ -198,10 +193,8 @@ def probe(logits: Tensor, mask: Tensor | None) -> Tensor:
     chances = logits.log_softmax(-1)
     root, draw = chances.exp().sqrt(), drawn(chances, mask, range(len(chances)))
     rest = draw - root * (root * draw).sum(-1, keepdim=True)
-    size = (draw != 0).sum(-1, keepdim=True).sub(1).clamp(min=0).sqrt() / rest.norm(dim=-1, keepdim=True).clamp(
-        min=1e-12
-    )
-    return (rest * size * root).detach()
+    size = (draw != 0).sum(-1, keepdim=True).sub(1).clamp(min=0).sqrt()
+    return (rest / rest.norm(dim=-1, keepdim=True).clamp(min=1e-12) * size * root).detach()
 
 
 @pytest.mark.parametrize(
@@ -264,11 +257,8 @@ def test_heads_that_cannot_be_made_up_for_are_not_free(blocks: tuple[type[nn.Mod
     assert found[:, those].abs().mean(0).min() > 1e-4
     (layer, (head,)) = layers[units[those[0]].layer], units[those[0]].heads
     scale = torch.ones(WIDTH, dtype=torch.float64)
-    with (
-        torch.no_grad(),
-        calibration.applied(fit_layers(calibration, drop).by_module),
-        hp.mask(model, drop, layers=layers),
-    ):
+    fitted = fit_layers(calibration, drop).by_module
+    with torch.no_grad(), calibration.applied(fitted), hp.mask(model, drop, layers=layers):
         along, ends = drawn(model(x), None, range(6)), []
         for step in (1e-6, -1e-6):
             scale[8 * head : 8 * head + 8] = 1 + step
@@ -324,10 +314,8 @@ def test_batches_and_padding_do_not_matter(name: str, ridge: float | None) -> No
 
     whole, rows = found([example]), len(example["input_ids"])
     assert whole.abs().max() > 1e-4
-    others = [
-        [Rows().take(example, [i]) for i in range(rows)],
-        [Rows().take(example, i) for i in ([0, 1], range(2, rows))],
-    ]
+    cuts = ([[i] for i in range(rows)], [[0, 1], range(2, rows)])
+    others = [[Rows().take(example, i) for i in cut] for cut in cuts]
     if not name.startswith("xlnet"):
         more = torch.zeros(rows, 3, dtype=torch.long)
         both = {"input_ids": more + 7, "attention_mask": more}
@@ -343,10 +331,8 @@ def test_batches_and_padding_do_not_matter(name: str, ridge: float | None) -> No
 def test_an_effect_is_summed_over_the_tokens_of_each_example(lead: tuple[int, ...]) -> None:
     """Also where tokens are flattened into rows: those of an example stand together; what is not per example counts for all alike."""
     generator = torch.Generator().manual_seed(1)
-    x, slope, left, right = (
-        torch.randn(shape, generator=generator, dtype=torch.float64)
-        for shape in ((*lead, 5), (*lead, 6), (4, 2, 3), (2, 3, 6))
-    )
+    shapes = ((*lead, 5), (*lead, 6), (4, 2, 3), (2, 3, 6))
+    x, slope, left, right = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     kept, mean = torch.tensor([4, 0, 1, 3]), torch.arange(4.0, dtype=torch.float64)
     found, alike = (_effects(size, _Removal(kept, mean, left, right, [0, 1]), x, slope) for size in (4, 5))
     for u in range(2):

@@ -1,88 +1,83 @@
 """Folders from elsewhere, and the network: nothing outside a folder is written or removed, and no one is called unasked."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers as tf
 
 import headprune as hp
-from headprune.app.data.reading import read_splits
-from headprune.app.folders import Folder
-from headprune.app.runs import RunFolder
-from headprune.files import locked, write_file, write_json
-from tests.support.commands import run, runner
+from tests.support.commands import invoke, run, stderr_of
 from tests.support.documents import RUN
-from tests.support.folders import write_jsonl
-from tests.support.zoo import vit
+from tests.support.folders import sentences, write_jsonl
+from tests.support.zoo import bert, vit
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def victim(tmp_path: Path) -> Path:
-    """What belongs to the user, beside the folder that was sent."""
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """What belongs to the user, beside the folder that was sent: it must stay as it is."""
     folder = tmp_path / "mine"
     (folder / "deep").mkdir(parents=True)
     (folder / "file").write_text("mine")
     (folder / "deep" / "file").write_text("mine")
-    return folder
+    yield folder
+    assert sorted(p.name for p in folder.rglob("*")) == ["deep", "file", "file"]
+    assert (folder / "file").read_text() == (folder / "deep" / "file").read_text() == "mine"
+
+
+def write(path: Path, kind: str, **data: Any) -> None:
+    """A document of headprune's, as somebody else may write it: without a checksum."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"headprune": kind, "schema": 1, **data}))
 
 
 @pytest.fixture
 def sent(tmp_path: Path) -> Path:
     """A run folder that somebody sent."""
-    folder = tmp_path / "sent"
-    folder.mkdir()
-    write_json(folder / "run.json", "run", RUN)
-    return folder
-
-
-def untouched(victim: Path) -> None:
-    assert sorted(p.name for p in victim.rglob("*")) == ["deep", "file", "file"]
-    assert (victim / "file").read_text() == (victim / "deep" / "file").read_text() == "mine"
+    write(tmp_path / "sent" / "run.json", "run", **RUN)
+    return tmp_path / "sent"
 
 
 def use(sent: Path) -> None:
     """What people do with a run folder."""
-    from headprune.cli import app
-
     for typed in (["report", sent], ["prune", "-k", 4, "--scores", sent], ["prune", "-k", 4, "-o", sent], ["inspect", sent],
                   ["prune", "m", "-d", "d", "-k", 4, "-o", sent, "--overwrite"],
                   ["finetune", sent / "pruned-4", "-o", sent]):  # fmt: skip
-        result = runner.invoke(app, [str(a) for a in typed])
+        result = invoke(*map(str, typed))
         assert isinstance(result.exception, SystemExit | None), result.exception
         assert "unexpected" not in result.stderr, result.stderr
 
 
-@pytest.mark.parametrize(
-    "name", ["../mine", "../mine/file", "{victim}", "{victim}/file", "..", ".", "a/../../mine", "\0", 3, None, ["x"]]
-)
+@pytest.mark.parametrize("name", ["../mine", "../mine/file", "{victim}", "..", ".", "a/../../mine", "\0", 3, ["x"]])
 def test_a_publication_removes_nothing_elsewhere(name: Any, sent: Path, victim: Path) -> None:
     """It was enough to look at such a folder: `headprune report sent` removed what the file named."""
     name = name.format(victim=victim) if isinstance(name, str) else name
-    write_json(sent / ".ready" / ".gone.json", "publication", {"gone": [name]})
-    RunFolder(sent).settle()
+    write(sent / ".ready" / ".gone.json", "publication", gone=[name])
     if name == "../mine":
         use(sent)
-    untouched(victim)
+    else:
+        invoke("report", str(sent))
     assert (sent / "run.json").exists()
+    assert not (sent / ".ready").exists()
 
 
 def test_a_publication_of_names_is_finished(sent: Path) -> None:
     (sent / "old.md").touch()
-    (sent / ".ready").mkdir()
+    write(sent / ".ready" / ".gone.json", "publication", gone=["old.md"])
     (sent / ".ready" / "new.md").touch()
-    write_json(sent / ".ready" / ".gone.json", "publication", {"gone": ["old.md"]})
-    RunFolder(sent).settle()
-    assert sorted(p.name for p in sent.iterdir() if p.name[0] != ".") == ["new.md", "run.json"]
+    run("report", sent)
+    assert not (sent / "old.md").exists()
+    assert {"new.md", "run.json"} <= {p.name for p in sent.iterdir()}
 
 
 @pytest.mark.parametrize("link", [".unfinished", ".ready", ".lock"])
@@ -94,21 +89,13 @@ def test_links_in_the_place_of_our_own_are_not_followed(link: str, ready: bool, 
     if ready and link != ".ready":
         (sent / ".ready").mkdir()
         use(sent)
-    with pytest.raises(hp.HeadPruneError, match="is a link, which headprune never makes there"):
-        RunFolder(sent).settle()
-    with pytest.raises(hp.HeadPruneError, match="is a link"):
-        Folder(sent).clear_unfinished()
-    untouched(victim)
+    assert "is a link, which headprune never makes there" in stderr_of("report", sent, code=1)
 
 
 def test_a_lock_is_no_link(tmp_path: Path, victim: Path) -> None:
     (tmp_path / ".model.lock").symlink_to(victim / "file")
-    with (
-        pytest.raises(hp.HeadPruneError, match="cannot be written"),
-        locked(tmp_path / ".model.lock", "The folder", "test"),
-    ):
-        pass
-    untouched(victim)
+    with pytest.raises(hp.HeadPruneError, match="cannot be written"):
+        hp.save(bert()[0], tmp_path / "model")
 
 
 def test_what_is_written_replaces_links(sent: Path, victim: Path) -> None:
@@ -117,21 +104,21 @@ def test_what_is_written_replaces_links(sent: Path, victim: Path) -> None:
     (sent / "metrics.json").unlink()
     run("report", sent)
     assert not (sent / "report.md").is_symlink()
-    untouched(victim)
     temporary = sent / f".plan.json.{os.getpid()}.tmp"  # a name that can be guessed
     temporary.symlink_to(victim / "file")
-    write_file(sent / "plan.json", "{}")
-    assert (sent / "plan.json").read_text() == "{}"
-    untouched(victim)
+    plan = hp.PruningPlan({"L0": [1]}, 4)
+    plan.save(sent / "plan.json")
+    assert hp.PruningPlan.load(sent / "plan.json") == plan
 
 
-@pytest.mark.parametrize("key", [3, None, ["x"], {"key": "a"}])
-def test_a_damaged_note_of_an_interrupted_command(key: Any, sent: Path) -> None:
+@pytest.mark.parametrize("value", [3, ["dict", [["tuple", ["key", "a"]]]]])
+def test_a_damaged_note_of_an_interrupted_command(value: Any, sent: Path) -> None:
     """It was indexed blindly: KeyError."""
-    RunFolder(sent).store().keep("key", key)
-    assert RunFolder(sent).left_by == key
-    if key == 3:
-        use(sent)
+    content = json.dumps({"name": "key", "seconds": 0.0, "value": value}).encode() + b"\n"
+    (sent / ".unfinished").mkdir()
+    note = sent / ".unfinished" / f"key-{sha256(b'key').hexdigest()[:12]}.part"
+    note.write_bytes(sha256(content).digest() + content)
+    use(sent)
 
 
 # -- the network ------------------------------------------------------------------------------------------------------
@@ -172,15 +159,12 @@ def note(event, given):
 
 tried = []
 sys.addaudithook(note)
+from tests.support.commands import run
 from tests.support.interrupted import load
-from headprune.cli import app
 import headprune as hp
 load()
 for line in sys.argv[1:]:
-    try:
-        app(shlex.split(line))
-    except SystemExit as done:
-        assert not done.code, line
+    run(*shlex.split(line))
 hp.save(hp.load("r/pruned-4"), "again")
 assert not tried, tried
 try:
@@ -217,45 +201,42 @@ def test_local_work_calls_no_one(here: Path, bert_folder: Path, data_folder: Pat
 
 @pytest.mark.parametrize("name", ["./gone", "../gone", "gone/a/b", "/gone", "~/gone"])
 def test_a_path_is_not_looked_for_on_the_hub(name: str, cut: list[Any], here: Path, data_folder: Path) -> None:
-    error = run("score", name, "-d", data_folder, code=1).stderr
+    error = stderr_of("score", name, "-d", data_folder, code=1)
     assert "no such folder, and on the Hugging Face Hub no model can have this name" in error
-    error = run("score", "./gone", "-d", f"{name}.jsonl", code=1).stderr
+    error = stderr_of("score", "./gone", "-d", f"{name}.jsonl", code=1)
     assert "There is no file or folder" in error
     assert cut == []
 
 
 @pytest.mark.parametrize(
-    "address", ["http://127.0.0.1:9/a.jsonl", "hf://datasets/someone/data/a.jsonl", "file:///etc/passwd"]
+    "address", ["http://127.0.0.1:9/a.jsonl", "hf://datasets/some/data/a.jsonl", "file:///etc/passwd"]
 )
 @pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
-def test_a_folder_of_data_names_no_address(address: str, file: str, cut: list[Any], here: Path) -> None:
+def test_data_name_no_address(address: str, file: str, cut: list[Any], here: Path, bert_folder: Path) -> None:
     """`datasets` would fetch what its README names."""
-    (here / "data").mkdir()
+    write_jsonl(here / "data" / "train.jsonl", sentences(9, 0))
     text = f"configs:\n- config_name: default\n  data_files: {address}\n"
     (here / "data" / file).write_text(f"---\n{text}---\n# Data\n" if file == "README.md" else text)
-    (here / "data" / "train.jsonl").write_text('{"text": "a", "label": 1}\n')
-    with pytest.raises(hp.HeadPruneError, match="names files elsewhere"):
-        read_splits("data")
+    assert "names files elsewhere" in stderr_of("score", bert_folder, "-d", "data", "-m", "random", code=1)
     assert cut == []
 
 
-def test_a_readme_may_have_links(here: Path) -> None:
-    (here / "data").mkdir()
-    (here / "data" / "README.md").write_text(
-        "---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files: train.jsonl\n---\nFrom https://example.org.\n"
+def test_a_readme_may_have_links(here: Path, bert_folder: Path, data_folder: Path) -> None:
+    shutil.copytree(data_folder, here / "data")
+    files = "[{split: train, path: train.jsonl}, {split: test, path: test.jsonl}]"
+    text = (
+        f"---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files: {files}\n---\nFrom https://example.org.\n"
     )
-    (here / "data" / "train.jsonl").write_text('{"text": "a", "label": 1}\n')
-    assert len(read_splits("data")["train"]) == 1
+    (here / "data" / "README.md").write_text(text)
+    assert "to score (train)" in stderr_of("score", bert_folder, "-d", "data", "-L", 8, "--dry-run")
 
 
 def test_a_row_names_no_image_elsewhere(cut: list[Any], here: Path) -> None:
     """transformers' image processors fetch what a text names."""
-    from headprune.app.data import DataOptions, load_parts
-    from headprune.app.models import TASKS, LoadedModel
-
-    loaded = LoadedModel(vit()[0], None, TASKS["image-classification"], "x", "x")
+    vit()[0].save_pretrained("vit")
+    tf.ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained("vit")
     for image in ("http://127.0.0.1:9/a.png", "/etc/passwd", ["http://127.0.0.1:9/a.png"]):
         data = write_jsonl(here / "x.jsonl", [{"image": image, "label": 0}] * 9)
-        with pytest.raises(hp.HeadPruneError, match="column 'image' holds no image"):
-            load_parts(DataOptions(str(data)), loaded)
+        error = stderr_of("score", "vit", "-d", data, "-m", "random", code=1)
+        assert "column 'image' holds no image" in error
     assert not [host for host in cut if "127" in str(host)]  # datasets may have looked for news of its own

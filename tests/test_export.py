@@ -3,8 +3,6 @@
 And what no exported file may be: of a model that the format cannot express, with other answers, half written, or in another's place.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -23,10 +21,11 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune import HeadPruneError
+from tests.support.commands import PRUNE, run, stderr_of
 from tests.support.decoders import DECODERS, EXAMPLE, TOKENIZERS, bytewise, llama, mistral, qwen2, scaled, settings
-from tests.support.engines import by_llama_cpp, by_onnxruntime, by_openvino
 from tests.support.even import MADE, even, even_plan
 from tests.support.even import mistral as plain_mistral
+from tests.support.folders import common, tokenizer
 from tests.support.plain import Attention, Summed, noise, summed
 from tests.support.zoo import ZOO, labelled, randomise, sizes, text
 
@@ -45,25 +44,21 @@ KINDS: dict[str, Callable[[int, int], int]] = {
     "neighbours emptied": lambda i, n: n if i else 0,
     "neighbours emptied, repaired": lambda i, n: n if i else 1,
 }
-FAST = {
-    ("onnx", "bert", "repaired"),
-    ("onnx", "by size", "uniform"),
-    ("openvino", "bert", "emptied"),
-}  # of those that trace a model
-# It reads what is traced for ONNX: each kind in two models is enough.
-OPENVINO = {
-    "bert": ("uneven", "emptied", "repaired"),
-    "llama": ("uniform", "emptied", "repaired"),
-    "vit": ("uniform", "uneven"),
-}
+# Of those that trace a model.
+FAST = {("onnx", "bert", "repaired"), ("onnx", "by size", "uniform"), ("openvino", "bert", "emptied")}
 TABLE = [("onnx", name, "emptied") for name in ZOO]
 TABLE += [("onnx", name, "uneven") for name in ("gpt2", "t5", "mha")]
 TABLE += [("onnx", name, kind) for name in ("bert", "llama") for kind in ("dense", "uniform", "uneven", "repaired")]
 TABLE += [("onnx", "mixtral", "dense"), ("onnx", "whisper", "emptied")]
 TABLE += [("onnx", name, "uniform") for name in ("by size", "by shape")]
-TABLE += [("openvino", name, kind) for name, kinds in OPENVINO.items() for kind in kinds]
-TABLE += [("gguf", name, kind) for name in ("llama", "mistral", "qwen2") for kind in KINDS]
-TABLE += [("gguf", name, "dense") for name in DECODERS if name not in ("llama", "mistral", "qwen2")]
+# OpenVINO reads what is traced for ONNX: each kind in two models is enough.
+TABLE += [("openvino", "bert", kind) for kind in ("uneven", "emptied", "repaired")]
+TABLE += [("openvino", "llama", kind) for kind in ("uniform", "emptied", "repaired")]
+TABLE += [("openvino", "vit", kind) for kind in ("uniform", "uneven")]
+TABLE += [("gguf", "llama", kind) for kind in KINDS]
+FEW = ("uneven", "emptied", "neighbours emptied, repaired")
+TABLE += [("gguf", name, kind) for name in ("mistral", "qwen2") for kind in FEW]
+TABLE += [("gguf", name, "dense") for name in DECODERS if name != "llama"]
 TABLE += [("gguf", "biased llama", "emptied")]
 TABLE += [("stock", name, kind) for name in ("qwen3", "gemma", "vit") for kind in ("dense", "uniform")]
 
@@ -106,10 +101,8 @@ def made(to: str, name: str, kind: str) -> tuple[Any, Any]:
     """A model without the heads that go, and an example."""
     model, example = (DECODERS[name](), EXAMPLE) if to == "gguf" else MODELS[name]()
     layers = hp.find_attention(model, example)
-    drop = {
-        a.name: sorted(h for unit in a.units[: KINDS[kind](i, len(a.units))] for h in unit)
-        for i, a in enumerate(layers)
-    }
+    units = {a.name: a.units[: KINDS[kind](i, len(a.units))] for i, a in enumerate(layers)}
+    drop = {name: sorted(h for unit in gone for h in unit) for name, gone in units.items()}
     if "repaired" in kind:
         batches = [{k: v.roll(n, 0) for k, v in example.items()} for n in range(2)]
         hp.repair(model, drop, batches, values=False, answers=False)
@@ -140,6 +133,42 @@ def other(example: Any, names: list[str]) -> dict[str, Tensor]:
     return twice
 
 
+# What the engines answer, by no code of headprune's.
+
+
+def by_onnxruntime(file: Path, inputs: dict[str, Tensor]) -> list[Tensor]:
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    given = {i.name: inputs[i.name].numpy() for i in session.get_inputs()}
+    return [torch.from_numpy(t) for t in session.run(None, given)]
+
+
+def by_openvino(folder: Path, inputs: dict[str, Tensor]) -> list[Tensor]:
+    import openvino
+
+    model = openvino.Core().compile_model(folder / "openvino_model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    result = model({i.any_name: inputs[i.any_name].numpy() for i in model.inputs})
+    return [torch.from_numpy(result[i]) for i in range(len(model.outputs))]
+
+
+def by_llama_cpp(file: Path, prompt: str | list[int], tokens: int, **more: Any) -> list[tuple[int, dict[int, float]]]:
+    """Each token of the greedy text, and the log-probabilities that all tokens had there."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(file)
+    params.n_ctx = params.n_batch = params.n_ubatch = 256
+    params.n_parallel = params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.n_gpu_layers = 0
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.warmup = params.fit_params = False
+    params.verbosity = -1
+    request = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "n_probs": 1000, **more}
+    answer = xllamacpp.Server(params).handle_completions(request)
+    steps = answer["choices"][0]["logprobs"]["content"]
+    return [(step["id"], {t["id"]: t["logprob"] for t in step["top_logprobs"]}) for step in steps]
+
+
 def check(own: list[Tensor], expected: list[Tensor], tolerance: float = 1e-4) -> None:
     for a, b in zip(own, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance * float(b.abs().max()))
@@ -148,9 +177,10 @@ def check(own: list[Tensor], expected: list[Tensor], tolerance: float = 1e-4) ->
 SLOW = {row for row in TABLE if row[0] in ("onnx", "openvino")} - FAST
 
 
-@pytest.mark.parametrize(
-    ("to", "name", "kind"), [pytest.param(*row, marks=[pytest.mark.slow] * (row in SLOW)) for row in TABLE]
-)
+ROWS = [pytest.param(*row, marks=[pytest.mark.slow] * (row in SLOW)) for row in TABLE]
+
+
+@pytest.mark.parametrize(("to", "name", "kind"), ROWS)
 def test_the_engine_gives_the_models_answers(to: str, name: str, kind: str, tmp_path: Path) -> None:
     pytest.importorskip(PACKAGES[to])
     model, example = made(to, name, kind)
@@ -180,9 +210,8 @@ def check_text(file: Path, model: Any, coder: Any) -> None:
     size = model.config.vocab_size
     # llama.cpp tells a token only once it is whole text.
     halves = [i for i in range(size) if i >= len(coder) or i < 2 or not coder.decode([i]).isascii()]
-    ids = model.generate(
-        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, suppress_tokens=halves, pad_token_id=0
-    )
+    how = {"max_new_tokens": 20, "do_sample": False, "suppress_tokens": halves, "pad_token_id": 0}
+    ids = model.generate(torch.tensor([prompt]), **how)
     with torch.no_grad():
         expected = model(input_ids=ids).logits[0].log_softmax(-1)
     steps = by_llama_cpp(file, prompt, 20, logit_bias=[[i, False] for i in halves])
@@ -258,41 +287,39 @@ TOKENIZERS_REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", [*REFUSED, *TOKENIZERS_REFUSED])
-def test_what_a_format_cannot_express_is_refused_before_anything_is_written(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, message = TOKENIZERS_REFUSED.get(name, (bytewise, ""))
+def test_what_a_format_cannot_express_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coder, message = TOKENIZERS_REFUSED.get(name, (bytewise, ""))
     to, build, message = REFUSED.get(name, ("gguf", llama, message))
     to, _, dtype = to.partition(" ")
     monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", lambda *_: pytest.fail("something was written"))
     model, file = build().eval(), tmp_path / f"file.{to}"
     with pytest.raises(HeadPruneError, match=message) as caught:
-        hp.export(model, file, to, processor=tokenizer(), dtype=dtype or "float32")
+        hp.export(model, file, to, processor=coder(), dtype=dtype or "float32")
     assert caught.value.hint
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_llama_cpp_reads_texts_as_the_same_tokens(name: str, tmp_path: Path) -> None:
-    tokenizer = TOKENIZERS[name]()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    coder = TOKENIZERS[name]()
+    coder.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     if name == "qwen2":
-        tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    model = llama(vocab_size=len(tokenizer) + 3, num_hidden_layers=1)
-    done = hp.export(model, tmp_path / "model.gguf", processor=tokenizer)
+        coder.backend_tokenizer.normalizer = normalizers.NFC()
+    model = llama(vocab_size=len(coder) + 3, num_hidden_layers=1)
+    done = hp.export(model, tmp_path / "model.gguf", processor=coder)
     assert done.facts["tokenizer"] == name.partition(",")[0]
     assert ("NFC" in " ".join(done.notes)) == (name == "qwen2")
     ((_, told),) = by_llama_cpp(done.path, "it's 2024: naïve café – 東京", 1) if done.proved else [(0, {})]
-    ids = torch.tensor([tokenizer("it's 2024: naïve café – 東京")["input_ids"]])
+    ids = torch.tensor([coder("it's 2024: naïve café – 東京")["input_ids"]])
     expected = model(input_ids=ids).logits[0, -1].log_softmax(-1)
     torch.testing.assert_close(torch.tensor(list(told.values())), expected[list(told)], rtol=0, atol=1e-3)
     fields = {k: v.contents() for k, v in gguf.GGUFReader(done.path).fields.items() if k.startswith("tokenizer.")}
-    assert fields["tokenizer.chat_template"] == tokenizer.chat_template
+    assert fields["tokenizer.chat_template"] == coder.chat_template
     assert fields["tokenizer.ggml.add_bos_token"] == any(kind in name for kind in ("llama-bpe", "tekken", "default"))
-    assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+    assert fields["tokenizer.ggml.eos_token_id"] == coder.eos_token_id
     tokens = fields["tokenizer.ggml.tokens"]
-    assert tokens[: len(tokenizer)] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    assert tokens[len(tokenizer) :] == [f"[PAD{len(tokenizer) + i}]" for i in range(3)]
+    assert tokens[: len(coder)] == coder.convert_ids_to_tokens(range(len(coder)))
+    assert tokens[len(coder) :] == [f"[PAD{len(coder) + i}]" for i in range(3)]
 
 
 WRITE, COUNT, RUN = gguf.GGUFWriter.write_tensor_data, gguf.GGUFWriter.add_block_count, onnxruntime.InferenceSession.run
@@ -304,9 +331,7 @@ WRONG: dict[str, tuple[str, Callable[[], Any], Any, str, Callable[..., Any], str
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_file_that_does_not_give_the_answers_is_not_kept(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_other_answers_is_not_kept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("xllamacpp")
     to, build, where, method, wrong, message = WRONG[name]
     file = tmp_path / f"model.{to}"
@@ -362,3 +387,150 @@ def test_a_file_in_parts_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pyt
         if renames < 2:
             hp.export(first, file, "onnx", overwrite=True)
         torch.testing.assert_close(by_onnxruntime(file, {"x": x})[0], (first if renames < 2 else second)(x)["summed"])
+
+
+# -- the commands: `headprune export`, `bench` and `prune --export` --------------------------------
+
+
+def test_gguf_of_a_pruned_folder(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model, folder = llama(), tmp_path / "small.1"
+    example = {"input_ids": torch.arange(3, 33).view(2, 15)}
+    layers = hp.find_attention(model, example)
+    plan = {layers[0].name: [0, 1], layers[1].name: list(range(6))}
+    hp.repair(model, plan, [example], values=False, answers=False)
+    hp.prune(model, plan, example)
+    hp.save(model, folder, processor=bytewise())
+    document = json.loads(run("export", folder, "--to", "gguf", "--json").stdout)
+    assert (document["path"], document["facts"]["heads"]) == (f"{folder}.gguf", [4, 0, 6])
+    for arguments, message in (
+        (("--to", "gguf"), "--overwrite"),
+        (("--to", "onnx", "-o", tmp_path / "model.gguf"), "Name it model.onnx"),
+        (("--to", "stock", "-o", f"{folder}.gguf"), "is a file. Name a folder"),
+        (("--to", "stock"), "trust_remote_code=True"),
+    ):
+        assert message in run("export", folder, *arguments, code=1).stderr.splitlines()[-1]
+
+
+def test_half_precision_is_half_the_size_and_as_near_as_rounding_allows(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("openvino")
+    model = llama()
+    dtypes = ("float32", "float16", "bfloat16")
+    whole, *halves = (hp.export(model, tmp_path / f"{d}.gguf", processor=bytewise(), dtype=d) for d in dtypes)
+    for half in halves:
+        saved = sum(p.numel() * 2 for p in model.parameters() if p.ndim > 1)
+        assert abs(whole.facts["bytes"] - half.facts["bytes"] - saved) < 2000
+        assert 1e-4 < half.facts["proof"]["largest_difference"] < half.facts["proof"]["allowed"] < 2
+    small = hp.export(summed(), tmp_path / "half.onnx", "onnx", dtype="float16")
+    assert small.facts["proof"]["allowed"] < 0.02
+    assert by_onnxruntime(small.path, {"x": torch.ones(1, 3, 8).half()})[1].dtype == torch.float16
+
+    full, half = (hp.export(summed(), tmp_path / d, "openvino", dtype=d) for d in ("float32", "float16"))
+    weights = [(done.path / "openvino_model.bin").stat().st_size for done in (full, half)]
+    assert weights[1] < weights[0]
+    assert by_openvino(half.path, {"x": torch.ones(1, 3, 8)})[0].dtype == torch.float32
+    stock = hp.export(model, tmp_path / "stock", "stock", dtype="bfloat16")
+    assert tf.LlamaForCausalLM.from_pretrained(stock.path).dtype == torch.bfloat16
+    assert model.dtype == torch.float32
+
+
+def test_files_are_timed_in_turn(tmp_path: Path) -> None:
+    """Also those that take other inputs: one may take token types that another does not know."""
+
+    class Scaled(Summed):
+        def forward(self, x: Tensor, scale: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return super().forward(x, scale)
+
+    files = [
+        hp.export(summed(), tmp_path / "plain.onnx", "onnx"),
+        hp.export(summed(Scaled, scale=torch.ones(2, 5, 1)), tmp_path / "scaled.onnx", "onnx"),
+    ]
+    assert files[0].facts["inputs"] == {"x": ["batch", "length", 8]}
+    assert files[0].facts["outputs"] == ["summed", "x_out"]  # an output may have an input's name
+    timed = run("bench", *(f.path for f in files), "--batch-sizes", "2", "--lengths", "4,6", "--json")
+    rows = json.loads(timed.stdout)["rows"]
+    assert [(row["batch"], row["length"]) for row in rows] == [(2, 4), (2, 6)]
+    assert all(timing["runs"] >= 3 for row in rows for timing in row["timings"].values())
+    assert "does not exist" in stderr_of("bench", files[0].path, tmp_path / "none.onnx", code=1)
+    assert "Only one" in stderr_of("bench", files[0].path, tmp_path, code=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "more"), [("bert", ["token_type_ids"]), ("gpt2", [])])
+def test_what_the_tokenizer_gives_is_an_input(name: str, more: list[str], tmp_path: Path) -> None:
+    """A dense BERT is exported with token types, as its pruned copy is; GPT-2's types are tokens, which nobody passes."""
+    coder = bytewise()
+    coder.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    done = hp.export(ZOO[name]()[0], tmp_path / "model.onnx", "onnx", processor=coder)
+    assert list(done.facts["inputs"]) == ["input_ids", "attention_mask", *more]
+
+
+@pytest.mark.slow
+def test_labels_become_what_a_decoder_reads(tmp_path: Path) -> None:
+    model, example = ZOO["t5"]()
+    labels = torch.tensor([[5, 6, -100], [7, 8, 9], [3, 4, 5]])
+    example = {**{k: v for k, v in example.items() if k != "decoder_input_ids"}, "labels": labels}
+    hp.prune(model, {hp.find_attention(model, example)[0].name: [0]}, example)
+    done = hp.export(model, tmp_path / "model.onnx", "onnx")
+    assert list(done.facts["inputs"]) == ["input_ids", "attention_mask", "decoder_input_ids"]
+    assert "loss" not in done.facts["outputs"]
+    assert "no cache" in " ".join(done.notes)
+
+
+def test_sizes_that_a_model_fixes_are_fixed_and_said(tmp_path: Path) -> None:
+    class Fixed(Summed):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            if x.shape[1] != 5:
+                raise ValueError("five")
+            return self.outer(self.inner(x))
+
+    model = summed(Fixed, rows=1)  # torch.export would fix that too
+    done = hp.export(model, tmp_path / "model.onnx", "onnx")
+    assert done.facts["inputs"] == {"x": ["batch", 5, 8]}
+    torch.testing.assert_close(by_onnxruntime(done.path, {"x": torch.ones(4, 5, 8)})[0], model(torch.ones(4, 5, 8)))
+
+
+# -- `headprune prune --export`: in the run and its report ----------------------------------------
+
+
+@pytest.mark.usefixtures("brief")
+def test_pruned_models_are_exported(data_folder: Path, here: Path) -> None:
+    """By one format that can express them, and by one that has no place for their tokenizer."""
+    pytest.importorskip("gguf")
+    randomise(tf.LlamaForCausalLM(tf.LlamaConfig(**common()))).save_pretrained("m")
+    tokenizer().save_pretrained("m")
+    quick = ("-L", 20, "-m", "gradient", "-s", "uniform", "--no-repair", "-q")
+    exports = ("--export", "gguf", "--export", "stock", "--json")
+    found = run("prune", "m", "-d", data_folder, *quick, "-k", 4, "-k", 2, "-o", "run", *exports)
+    metrics = json.loads(found.stdout)
+    made = {(m["format"], m["checkpoint"]): m for m in metrics["exports"]}
+    assert made.keys() == {(f, c) for f in ("gguf", "stock") for c in ("pruned-4", "pruned-2")}
+    report, loads = (here / "run" / "report.md").read_text(), "AutoModelForCausalLM.from_pretrained(folder)"
+    assert f"| `{loads}` |" in report
+    assert [b["loads"] for b in metrics["budgets"]] == [loads] * 2  # what is pruned uniformly needs no code, either
+    assert all(len(heads) == (8 - b["kept"]) / 2 for b in metrics["budgets"] for heads in b["drop"].values())
+    for keep in (4, 2):
+        one = made["stock", f"pruned-{keep}"]
+        plain = tf.LlamaForCausalLM.from_pretrained(here / "run" / one["file"])
+        assert plain.num_parameters() == hp.load(here / "run" / f"pruned-{keep}").num_parameters()
+        assert f"| {keep} heads | stock | `{one['file']}`: {one['summary'][:9]}" in report
+        refused = made["gguf", f"pruned-{keep}"]
+        assert refused["file"] is None  # and the rest of the run is there
+        assert f"| {keep} heads | gguf | not written: {refused['summary'][:30]}" in report
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("brief")
+def test_onnx_is_timed_and_gives_the_reported_accuracy(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    found = run(*PRUNE, 4, bert_folder, "-d", data_folder, "-o", "run", "--export", "onnx", "--json")
+    metrics = json.loads(found.stdout)
+    (engine,) = metrics["engines"]
+    assert [set(row["timings"]) for row in engine["rows"]] == [{"dense", "4 heads"}] * len(metrics["latency"]["rows"])
+    assert "onnx, timed as above" in (here / "run" / "report.md").read_text()
+    tokenizer = tf.AutoTokenizer.from_pretrained(here / "run" / "pruned-4")
+    right = []
+    for row in map(json.loads, (data_folder / "test.jsonl").read_text().splitlines()):
+        logits, *_ = by_onnxruntime(here / "run" / "pruned-4.onnx", tokenizer(row["text"], return_tensors="pt"))
+        right.append(int(logits[0].argmax()) == row["label"])
+    assert sum(right) / len(right) == pytest.approx(metrics["budgets"][0]["pruned"]["metrics"]["accuracy"])

@@ -1,9 +1,11 @@
-"""Fine-tuning: what it brings, its steps against a loop by hand, its choice of epoch, and interruptions."""
+"""Fine-tuning: its loss against references by hand, what it brings, its steps against a loop by hand, its choice of epoch, interruptions."""
 
 import copy
+import json
 import os
 import pickle
-from collections.abc import Callable
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from accelerate.state import AcceleratorState, PartialState
+from scipy.special import expit, softmax
 from torch import nn
 
 import headprune as hp
@@ -22,9 +26,14 @@ from headprune.app.finetune import finetune
 from headprune.app.options import FinetuneOptions, Mixture
 from headprune.evaluation import Measurement
 from headprune.fingerprint import fingerprint
+from tests.support.causal import my_gpt, texts
 from tests.support.checks import without_dropout
+from tests.support.commands import run, stderr_of
+from tests.support.documents import opened
 from tests.support.finetuning import pair, t5, tuned
-from tests.support.zoo import bert, labelled, llama, randomise, vit
+from tests.support.folders import common, sentences
+from tests.support.stays import edit
+from tests.support.zoo import bert, gpt2, labelled, llama, randomise, text, vit
 
 Batch = dict[str, torch.Tensor]
 
@@ -49,6 +58,141 @@ def setting(steps: int = 4) -> tuple[nn.Module, nn.Module, list[Batch], list[Bat
     return dense, pruned, every[:steps], every[steps:]
 
 
+# -- the loss: towards the dense model's answers -----------------------------------------------
+
+
+@pytest.mark.parametrize(("alpha", "temperature"), [(0.0, 1.0), (0.3, 0.5), (1.0, 3.0)])
+def test_the_loss_of_a_classifier_by_hand(alpha: float, temperature: float) -> None:
+    dense, pruned, example = pair(bert())
+    dense, pruned = dense.double(), pruned.double()
+    batch = labelled(dense, example)
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    with torch.no_grad():
+        found = DistillationLoss(pruned, dense, Mixture(alpha, temperature), batch)(batch).numpy()
+        z, t = pruned(**inputs).logits.numpy(), dense(**inputs).logits.numpy()
+    p, q = softmax(t / temperature, -1), softmax(z / temperature, -1)
+    divergence = temperature**2 * (p * (np.log(p) - np.log(q))).sum(-1)
+    entropy = -np.log(softmax(z, -1)[np.arange(len(z)), batch["labels"].numpy()])
+    np.testing.assert_allclose(found, alpha * divergence + (1 - alpha) * entropy, rtol=1e-12)
+    assert divergence.min() > 1e-4
+
+
+def test_the_loss_of_tokens_by_hand() -> None:
+    """Padding and tokens without a label add nothing; hidden states are compared layer by layer."""
+    dense = randomise(tf.BertForTokenClassification(tf.BertConfig(**common(num_labels=5)))).double()
+    example = {k: v.clamp(max=29) for k, v in text(3, 7).items()}
+    dense, pruned, _ = pair((dense, example), {0: [1, 2]})
+    labels = torch.tensor([[0, -100, 3, 4, 1, -100, 2], [-100] * 7, [1, 1, 1, 0, 0, -100, -100]])
+    batch = {**example, "labels": labels}
+    mixture = Mixture(0.4, 2.0, hidden_states=True)
+    loss = DistillationLoss(pruned, dense, mixture, batch)
+    with torch.no_grad():
+        found = loss(batch).numpy()
+        now, known = (m(**example, output_hidden_states=True) for m in (pruned, dense))
+    for row in range(3):
+        real = example["attention_mask"][row].bool().numpy()
+        z, t = now.logits[row].numpy(), known.logits[row].numpy()
+        p, q = softmax(t / 2, -1), softmax(z / 2, -1)
+        divergence = (4 * (p * np.log(p / q)).sum(-1))[real].mean()
+        where = [i for i in range(7) if labels[row, i] >= 0]
+        entropy = np.mean([-np.log(softmax(z[i], -1)[labels[row, i]]) for i in where]) if where else 0.0
+        hidden = [
+            ((a[row].numpy() - b[row].numpy())[real] ** 2).mean() / (b[row].numpy()[real] ** 2).mean()
+            for a, b in zip(now.hidden_states, known.hidden_states, strict=True)
+        ]
+        assert found[row] == pytest.approx(0.4 * divergence + 0.6 * entropy + np.mean(hidden), rel=1e-6)
+    longer = {k: nn.functional.pad(v, (0, 3), value=-100 if k == "labels" else 0) for k, v in batch.items()}
+    with torch.no_grad():
+        np.testing.assert_allclose(loss(longer).numpy(), found, rtol=1e-6)
+
+
+def test_several_labels_at_once_by_hand() -> None:
+    config = tf.BertConfig(**common(num_labels=3, problem_type="multi_label_classification"))
+    example = {k: v.clamp(max=29) for k, v in text(3, 7).items()}
+    dense, pruned, _ = pair((randomise(tf.BertForSequenceClassification(config)).double(), example), {0: [1, 2]})
+    batch = {**example, "labels": torch.tensor([[0.0, 1, 1], [1, 0, 0], [0, 0, 0]]).double()}
+    with torch.no_grad():
+        found = DistillationLoss(pruned, dense, Mixture(0.5, 2.0), batch)(batch).numpy()
+        z, t = pruned(**example).logits.numpy(), dense(**example).logits.numpy()
+    p, q, y = expit(t / 2), expit(z / 2), batch["labels"].numpy()
+    divergence = 4 * (p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))).sum(-1)
+    entropy = -(y * np.log(expit(z)) + (1 - y) * np.log(1 - expit(z))).mean(-1)
+    np.testing.assert_allclose(found, 0.5 * divergence + 0.5 * entropy, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, llama, vit, t5])
+def test_alpha_0_is_the_models_own_loss(make: Any) -> None:
+    """In value and gradient, where every example has as many labelled tokens; no dense model is needed."""
+    model, example = make()
+    batch = labelled(model, {k: v[:2] for k, v in example.items()})
+    if "labels" in batch and make is t5:
+        batch["labels"] = batch["labels"].clamp(min=3)
+    loss = DistillationLoss(model, None, Mixture(alpha=0.0), batch)
+    mine, own = loss(batch).mean(), model(**batch).loss
+    assert mine.item() == pytest.approx(own.item(), rel=1e-5)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    pairs = zip(
+        torch.autograd.grad(mine, parameters, allow_unused=True),
+        torch.autograd.grad(own, parameters, allow_unused=True), strict=True,
+    )  # fmt: skip
+    assert all((a is None and b is None) or torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in pairs)
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, vit, t5])
+def test_a_student_like_its_teacher_loses_nothing(make: Any) -> None:
+    model, example = make()
+    batch = labelled(model, example)
+    loss = DistillationLoss(model, model, Mixture(1.0, 2.0, hidden_states=True), batch)(batch)
+    assert loss.shape == (3,)
+    assert loss.abs().max() < 1e-6
+
+
+def test_alpha_1_reads_no_labels() -> None:
+    dense, pruned, example = pair(bert())
+    loss = DistillationLoss(pruned, dense, Mixture(alpha=1.0), example)
+    batch = labelled(dense, example)
+    assert torch.equal(loss(batch), loss({**batch, "labels": 1 - batch["labels"]}))
+    with pytest.raises(hp.HeadPruneError, match="no labels"):
+        DistillationLoss(pruned, dense, Mixture(alpha=0.9), example)
+
+
+def test_question_answering_learns_where_the_answer_is() -> None:
+    config = tf.BertConfig(**common())
+    example = {k: v.clamp(max=29) for k, v in text(3, 9).items()}
+    dense, pruned, _ = pair((randomise(tf.BertForQuestionAnswering(config)), example))
+    batch = {**example, "start_positions": torch.tensor([1, 2, 3]), "end_positions": torch.tensor([2, 2, 4])}
+    DistillationLoss(pruned, dense, Mixture(), batch)
+    loss = DistillationLoss(pruned, dense, Mixture(alpha=1.0), batch)  # the labels' own loss counts padding
+    with torch.no_grad():
+        found = loss(batch)
+        longer = {k: nn.functional.pad(v, (0, 3)) if v.ndim == 2 else v for k, v in batch.items()}
+        torch.testing.assert_close(loss(longer), found)  # padding is no place for an answer
+    assert found.min() > 0
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    (lambda: DistillationLoss(bert()[0], None, Mixture(), labelled(*bert())), "no dense model"),
+    (lambda: DistillationLoss(bert()[0], _other(num_labels=3), Mixture(), labelled(*bert())), "logits are"),
+    (lambda: DistillationLoss(bert()[0], _other(hidden_size=16, num_hidden_layers=3), Mixture(hidden_states=True), labelled(*bert())), "hidden states are"),
+])  # fmt: skip
+def test_what_cannot_be(wrong: Any, message: str) -> None:
+    with pytest.raises(hp.HeadPruneError, match=message):
+        wrong()
+
+
+def _other(**sizes: int) -> nn.Module:
+    return randomise(tf.BertForSequenceClassification(tf.BertConfig(**common(vocab_size=100, **sizes))))
+
+
+def test_fine_tuning_learns_what_is_measured() -> None:
+    model, batch = randomise(my_gpt()), texts()
+    loss = DistillationLoss(model, None, Mixture(alpha=0), batch)
+    with torch.no_grad():
+        for i, each in enumerate(loss(batch)):
+            own = model(**{k: v[i : i + 1] for k, v in batch.items()}).loss
+            torch.testing.assert_close(each, own, rtol=1e-5, atol=1e-6)
+
+
 # -- training ---------------------------------------------------------------------------------
 
 
@@ -56,30 +200,30 @@ def setting(steps: int = 4) -> tuple[nn.Module, nn.Module, list[Batch], list[Bat
 def test_training_brings_the_pruned_model_nearer(make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of several families, with a whole layer gone: all but the weights is as it was, also in this process, and nothing is printed."""
     dense, pruned, example = pair(make(), {0: [0, 1]} if make is llama else None)
-    made = batches(dense, example, 7)
+    made = batches(dense, example, 4)
     before = fingerprint(pruned), fingerprint(dense), pruned.config.to_dict()
     state = torch.get_rng_state(), dict(PartialState._shared_state), dict(AcceleratorState._shared_state)
     capfd.readouterr()
-    options = FinetuneOptions(epochs=8, learning_rate=3e-3, patience=99)
-    model, training = tuned(pruned, dense, made[:6], made[:6], tmp_path / "work", options)
+    options = FinetuneOptions(epochs=6, learning_rate=3e-3, patience=99)
+    model, training = tuned(pruned, dense, made[:3], made[:3], tmp_path / "work", options)
     assert capfd.readouterr() == ("", "")
     assert (fingerprint(pruned), fingerprint(dense), pruned.config.to_dict()) == before
     assert torch.equal(torch.get_rng_state(), state[0])
     assert (PartialState._shared_state, AcceleratorState._shared_state) == state[1:]
     assert not [name for name in os.environ if name.startswith("ACCELERATE_")]
     assert {p.name for p in tmp_path.iterdir()} == {"work"}
-    assert [(n, p.shape, p.dtype, p.requires_grad, p.grad) for n, p in model.named_parameters()] == [
-        (n, p.shape, p.dtype, p.requires_grad, None) for n, p in pruned.named_parameters()
-    ]
+    sides = ([(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()] for m in (model, pruned))
+    assert next(sides) == next(sides)
+    assert all(p.grad is None for p in model.parameters())
     assert not model.training
     assert model.config.to_dict() == before[2]
     losses = [DistillationLoss(m, dense, Mixture(), made[0]) for m in (pruned, model)]
-    was, now = (sum(loss(b).mean().item() for b in made[:6]) for loss in losses)
+    was, now = (sum(loss(b).mean().item() for b in made[:3]) for loss in losses)
     assert now < was
     assert training.best > 0
     hp.save(model, tmp_path / "model")
     again = hp.load(tmp_path / "model")
-    assert torch.equal(again(**made[6]).logits, model(**made[6]).logits)
+    assert torch.equal(again(**made[3]).logits, model(**made[3]).logits)
 
 
 def test_labels_alone_and_a_plain_module(tmp_path: Path) -> None:
@@ -114,12 +258,10 @@ def test_the_steps_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
         rows = [row.tolist() for batch in steps[3 * epoch : 3 * epoch + 3] for row in batch["input_ids"]]
         assert sorted(rows) == sorted(f["input_ids"].tolist() for f in features)  # each once an epoch
     assert [len(batch["labels"]) for batch in steps] == [4, 4, 3] * 4
-    names = {True: [], False: []}
+    groups = ({"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0})
     for name, parameter in mine.named_parameters():
-        names["norm" not in name.lower() and not name.endswith("bias")].append(parameter)
-    optimizer = torch.optim.AdamW(
-        [{"params": names[True], "weight_decay": 0.1}, {"params": names[False], "weight_decay": 0.0}]
-    )
+        groups["norm" in name.lower() or name.endswith("bias")]["params"].append(parameter)
+    optimizer = torch.optim.AdamW(groups)
     for step, batch in enumerate(steps):
         inputs = {k: v for k, v in batch.items() if k != "labels"}
         now, known = mine(**inputs).logits, dense(**inputs).logits.detach()
@@ -143,9 +285,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, values: list[tuple[float, float]])
     def fake(model: nn.Module, *_: Any) -> Measurement:
         accuracy, loss = values[len(seen)]
         seen.append(fingerprint(model))
-        return Measurement(
-            {"accuracy": accuracy, "loss": loss, "perplexity": np.exp(loss)}, np.zeros(0), np.zeros(0), np.zeros(0)
-        )
+        metrics = {"accuracy": accuracy, "loss": loss, "perplexity": np.exp(loss)}
+        return Measurement(metrics, np.zeros(0), np.zeros(0), np.zeros(0))
 
     monkeypatch.setattr(room, "evaluate", fake)
     return seen
@@ -205,15 +346,23 @@ def stopping_at(step: int) -> Any:
     return progress
 
 
+TWICE = FinetuneOptions(epochs=2, learning_rate=1e-3)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Any]:
+    """What a training of two epochs gives that nothing interrupts."""
+    dense, pruned, train, choose = setting(4)
+    return tuned(pruned, dense, train, choose, tmp_path_factory.mktemp("whole"), TWICE)
+
+
 @pytest.mark.usefixtures("saved_every_step")
-@pytest.mark.parametrize("stops", [[1], [4, 5], [2, 6, 8]])
-def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("stops", [[1, 4, 5], [2, 6, 8]])
+def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], whole: Any, tmp_path: Path) -> None:
     """Within an epoch, at its end, several times, at the very end; dropout is on. To the bit."""
     dense, pruned, train, choose = setting(4)
     assert pruned.config.hidden_dropout_prob > 0
-    options = FinetuneOptions(epochs=2, learning_rate=1e-3)
-    work = (pruned, dense, train, choose, tmp_path / "work", options)
-    whole = tuned(pruned, dense, train, choose, tmp_path / "whole", options)
+    work = (pruned, dense, train, choose, tmp_path / "work", TWICE)
     for stop in stops:
         with pytest.raises(Interrupted):
             tuned(*work, progress=stopping_at(stop))
@@ -221,9 +370,8 @@ def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], 
     model, training = tuned(*work, say=said.append)
     assert fingerprint(model) == fingerprint(whole[0])
     assert replace(training, resumed=None, seconds=0) == replace(whole[1], resumed=None, seconds=0)
-    if stops != [1]:
-        assert training.resumed == stops[-1] - 1
-        assert f"from step {stops[-1] - 1}" in said[0]
+    assert training.resumed == stops[-1] - 1
+    assert f"from step {stops[-1] - 1}" in said[0]
     again = tuned(*work)  # killed after its end: there is no step to come
     assert fingerprint(again[0]) == fingerprint(model)
     assert (again[1].history, again[1].steps, again[1].resumed) == (training.history, 8, 8)
@@ -285,21 +433,21 @@ def swapped(path: Path) -> None:
 
 @pytest.mark.usefixtures("saved_every_step")
 @pytest.mark.parametrize(("damage", "all_of_them"), [(cut_short, False), (flipped, False), (swapped, True)])
-def test_a_damaged_checkpoint_is_not_used(damage: Callable[[Path], None], all_of_them: bool, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_used(damage: Any, all_of_them: bool, whole: Any, tmp_path: Path) -> None:
     """But the one before it, or none: the result is that of a whole training."""
     dense, pruned, train, choose = setting(4)
-    whole, _ = tuned(pruned, dense, train, choose, tmp_path / "whole")
+    work = (pruned, dense, train, choose, tmp_path, TWICE)
     with pytest.raises(Interrupted):
-        tuned(pruned, dense, train, choose, tmp_path / "work", progress=stopping_at(4))
-    checkpoints = sorted((tmp_path / "work").glob("*/checkpoint-*"))
+        tuned(*work, progress=stopping_at(4))
+    checkpoints = sorted(tmp_path.glob("*/checkpoint-*"))
     assert [path.name for path in checkpoints] == ["checkpoint-2", "checkpoint-3"]
     for path in checkpoints if all_of_them else checkpoints[1:]:
         damage(path)
     said: list[str] = []
-    model, training = tuned(pruned, dense, train, choose, tmp_path / "work", say=said.append)
+    model, training = tuned(*work, say=said.append)
     assert training.resumed == (None if all_of_them else 2)
     assert ("is not used, as it is damaged" if all_of_them else "from step 2") in said[0]
-    assert fingerprint(model) == fingerprint(whole)
+    assert fingerprint(model) == fingerprint(whole[0])
 
 
 @pytest.mark.usefixtures("saved_every_step")
@@ -315,3 +463,155 @@ def test_the_best_weights_outlive_an_interruption(tmp_path: Path, monkeypatch: p
         model, training = tuned(pruned, dense, train, choose, tmp_path, options)
         assert (training.resumed, training.steps, training.best) == (resumed, 8, 4)
         assert fingerprint(model) == seen[2]
+
+
+# -- `headprune finetune`, as it is typed, and stopped -----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pruned_run(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, data_folder: Path) -> Path:
+    """A run folder as `headprune prune --keep 4` leaves it, as far as finetune reads it."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    run("score", bert_folder, "-d", data_folder, "-L", 20, "-b", 8, "-m", "random", "-o", folder, "-q")
+    _prune_by_hand(folder, bert_folder, {0: [1, 2], 1: [0, 3]})
+    return folder
+
+
+def _prune_by_hand(
+    folder: Path, source: Path, removed: dict[int, list[int]], task: str = "SequenceClassification"
+) -> None:
+    model: Any = getattr(tf, f"AutoModelFor{task}").from_pretrained(source)
+    if task == "ImageClassification":
+        processor, example = tf.AutoImageProcessor.from_pretrained(source), {"pixel_values": torch.randn(2, 3, 8, 8)}
+    else:
+        processor, ids = tf.AutoTokenizer.from_pretrained(source), torch.arange(10, 22).reshape(2, 6)
+        example = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    hp.prune(model, {f"L{layer}": heads for layer, heads in removed.items()}, example)
+    about = {"task": re.sub(r"(?<=[a-z])(?=[A-Z])", "-", task).lower(), "from": str(source)}
+    hp.save(model, folder / "pruned-4", processor=processor, about=about, example=example)
+
+
+@pytest.fixture
+def pruned_here(pruned_run: Path, here: Path) -> Path:
+    shutil.copytree(pruned_run, here / "run")
+    return here / "run"
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_it_is_stored_as_the_pruned_model_is(
+    half: torch.dtype, here: Path, bert_folder: Path, data_folder: Path
+) -> None:
+    """It is trained in float32; stored so, it would be larger than the dense model in half precision was."""
+    model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
+    model.to(half).save_pretrained("half")
+    tf.AutoTokenizer.from_pretrained(bert_folder).save_pretrained("half")
+    run("score", "half", "-d", data_folder, "-L", 20, "-m", "random", "-o", "run", "-q")
+    _prune_by_hand(here / "run", here / "half", {0: [1]})
+    result = run("finetune", "run", "--learning-rate", 1e-3, "--json")
+    assert {p.dtype for p in hp.load(here / "run" / "pruned-4-finetuned").parameters()} == {half}
+    assert "trained and measured in float32" in " ".join(json.loads(result.stdout)["notes"])
+    if half == torch.bfloat16:
+        run("finetune", "run", "--dtype", "bfloat16", "-o", "narrow", "-q")
+        assert {p.dtype for p in hp.load(here / "narrow").parameters()} == {half}
+
+
+def test_finetune(pruned_here: Path, bert_folder: Path) -> None:
+    source = pruned_here / "pruned-4"
+    result = run("finetune", pruned_here, "--epochs", 4, "--learning-rate", 5e-3, "--patience", 9, "--json")
+    output = pruned_here / "pruned-4-finetuned"
+    document = json.loads(result.stdout)
+    assert document["folder"] == str(output)
+    written = json.loads((output / "finetune.json").read_text())
+    assert {**written, "folder": str(output)} == {
+        **document,
+        **{k: written[k] for k in ("headprune", "schema", "checksum")},
+    }
+    assert document["teacher"] == str(bert_folder)
+    assert "60 examples to train on (train), of which 20 also scored" in result.stderr
+    assert not list(pruned_here.glob(".*"))  # the work folder is gone, and what was in it
+    model, before = hp.load(output), hp.load(source)
+    assert [p.shape for p in model.parameters()] == [p.shape for p in before.parameters()]
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+    # What was saved is what is reported: measured here, apart from the tool's own evaluation.
+    tokenizer = tf.AutoTokenizer.from_pretrained(output)
+    rows = sentences(40, 3)
+    for name, m in (("finetuned", model), ("pruned", before)):
+        right = [int(m(**tokenizer(r["text"], return_tensors="pt")).logits.argmax() == r["label"]) for r in rows]
+        assert document["models"][name]["metrics"]["accuracy"] == pytest.approx(np.mean(right))
+    gain = document["models"]["finetuned"]["metrics"]["accuracy"] - document["models"]["pruned"]["metrics"]["accuracy"]
+    assert document["changes"]["gain"]["value"] == pytest.approx(gain)
+    for file in ("finetune.md", "README.md"):
+        assert f"{100 * np.mean(right):.1f} %" in (output / file).read_text()
+    assert str(bert_folder.parent) not in (output / "README.md").read_text()  # it may be published
+    # A fine-tuned model is a model: it can be fine-tuned again, and the dense one is still known.
+    assert "exists" in stderr_of("finetune", source, code=1)
+    again = run("finetune", output, "-d", document["data"]["dataset"], "-o", "again", "--json", "-q")
+    assert json.loads(again.stdout)["teacher"] == str(bert_folder)
+    run("finetune", source, "--overwrite", "--train-limit", 8, "-q")
+    assert json.loads((output / "finetune.json").read_text())["training"]["examples"] == 8
+
+
+def test_a_language_model_and_hidden_states(here: Path, llama_folder: Path, data_folder: Path) -> None:
+    run("score", llama_folder, "-d", data_folder, "-L", 20, "-m", "random", "-o", "run", "-q")
+    _prune_by_hand(here / "run", llama_folder, {0: [0, 1], 1: [2, 3]}, "CausalLM")
+    options = ("--learning-rate", 3e-3, "--epochs", 2, "--hidden-states", "--alpha", 0.5)
+    document = json.loads(run("finetune", "run", *options, "--json", "-q").stdout)
+    assert document["metric"] == "perplexity"
+    assert document["changes"]["gain"]["value"] < 0
+    assert "hidden states" in (here / "run" / "pruned-4-finetuned" / "finetune.md").read_text()
+
+
+def test_images_are_read_when_they_are_needed(here: Path) -> None:
+    import datasets
+    from PIL import Image
+
+    config = tf.ViTConfig(**{**vit()[0].config.to_dict(), "num_channels": 3})
+    folder = here / "vit"
+    randomise(tf.ViTForImageClassification(config)).save_pretrained(folder)
+    tf.ViTImageProcessor(size={"height": 8, "width": 8}, do_resize=False).save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    images = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), dtype=np.uint8)) for _ in range(48)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=5)})
+    labels = rng.integers(0, 5, 48).tolist()
+    data = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+    (here / "data").mkdir()
+    data.to_parquet(str(here / "data" / "train.parquet"))
+    run("score", folder, "-d", here / "data", "-L", 12, "-b", 4, "-m", "random", "-o", "run", "-q")
+    _prune_by_hand(here / "run", folder, {0: [0, 1]}, "ImageClassification")
+    parts = json.loads(run("finetune", "run", "--json", "-q").stdout)["parts"]
+    assert sum(parts[name]["examples"] for name in ("train", "choose", "report")) == 48
+
+
+@pytest.mark.usefixtures("saved_every_step")
+def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(self: tf.Trainer, *_: Any) -> None:
+        if self.state.global_step == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("headprune.app.finetune._Trainer.store_flos", stop)
+        assert "interrupted" in stderr_of("finetune", "run", "--epochs", 3, code=130)
+    assert (pruned_here / "pruned-4-finetuned" / ".unfinished" / "training").is_dir()
+    result = run("finetune", "run", "--epochs", 3, "--no-resume", "--json")
+    assert json.loads(result.stdout)["training"]["resumed"] is None
+    assert not list(pruned_here.rglob(".*"))
+
+
+@pytest.mark.parametrize("part", ["weights", "config"])
+def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_folder: Path, here: Path) -> None:
+    """It would teach, and be measured as the model that was pruned."""
+    source = here / "m"
+    shutil.copytree(bert_folder, source)
+    edit(pruned_here / "run.json", options={**opened(pruned_here / "run.json")["options"], "model": str(source)})
+    about = {**opened(pruned_here / "pruned-4" / "headprune.json")["about"], "from": str(source)}
+    edit(pruned_here / "pruned-4" / "headprune.json", about=about)
+    if part == "weights":
+        model = tf.AutoModelForSequenceClassification.from_pretrained(source)
+        model.classifier.weight.data[0, 0] += 1e-3
+        model.save_pretrained(source)
+    else:
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    error = stderr_of("finetune", pruned_here / "pruned-4", "--epochs", 1, code=1)
+    assert f"The {part} of {source} changed since the model was pruned" in error
+    assert "--teacher" in error

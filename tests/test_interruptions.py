@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 import headprune as hp
-from tests.support.commands import run
+from tests.support.commands import run, stderr_of
 from tests.support.folders import sentences, tiny_world, write_jsonl
 from tests.support.interrupted import Processes, without_costs
 
@@ -37,23 +37,34 @@ def results_of(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_file():
-            document = path.suffix == ".json" and not name.startswith("pruned")
-            whole = name.startswith("pruned") and path.name != "README.md"  # the card says times
-            results[name] = (
-                without_costs(json.loads(path.read_text())) if document else path.read_bytes() if whole else None
-            )
+            results[name] = None
+            if name.startswith("pruned"):
+                results[name] = path.read_bytes() if path.name != "README.md" else None  # the card says times
+            elif path.suffix == ".json":
+                results[name] = without_costs(json.loads(path.read_text()))
     return results
 
 
 PRUNE = ["prune", "m", "-d", "d", "-k", "2", "-k", "1", "-m", "gradient"]
 
 
+def ran(processes: Processes, job: dict[str, Any], status: int = 0) -> dict[str, Any]:
+    """What becomes of a process that ends so."""
+    (done,) = processes.run(job)
+    assert done["status"] == status, done["stderr"]
+    return done
+
+
+def commit(run: dict[str, Any]) -> int:
+    """The rename from which on the new content counts."""
+    return next(n for n, name in enumerate(run["targets"], 1) if name.endswith(".ready"))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(processes: Processes, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one whole run of `PRUNE` gives."""
     here = copy(tiny, tmp_path_factory.mktemp("whole") / "w")
-    (done,) = processes.run({"cwd": str(here), "arguments": PRUNE})
-    assert done["status"] == 0, done["stderr"]
+    ran(processes, {"cwd": str(here), "arguments": PRUNE})
     return results_of(here / "reports" / "m-1")
 
 
@@ -74,55 +85,37 @@ def test_killed_again_and_again(processes: Processes, tiny: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_killed_at_renames_of_the_publication(
-    processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
+def test_killed_at_renames(processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     """Over an older run. Up to the first of them that is whole, then the new one is, whoever looks first."""
-
-    def commit(run: dict[str, Any]) -> int:
-        return next(n for n, name in enumerate(run["targets"], 1) if name.endswith(".ready"))
-
     # A folder with all of `PRUNE` computed, so that little is left to do, over what looks like an older run.
     here = copy(tiny, tmp_path / "w")
-    (whole,) = processes.run({"cwd": str(copy(tiny, tmp_path / "count")), "arguments": PRUNE})
-    (left,) = processes.run({"cwd": str(here), "arguments": PRUNE, "stop": commit(whole) - 8, "signal": KILL})
-    assert left["status"] == -KILL
+    whole = ran(processes, {"cwd": str(copy(tiny, tmp_path / "count")), "arguments": PRUNE})
+    ran(processes, {"cwd": str(here), "arguments": PRUNE, "stop": commit(whole) - 8, "signal": KILL}, -KILL)
     (here / "reports" / "m-1" / "report.md").write_text("older")
     (here / "reports" / "m-1" / "plan-3.json").write_text("older")
     command = [*PRUNE, "-o", "reports/m-1", "--overwrite"]
-    (count,) = processes.run({"cwd": str(copy(here, tmp_path / "n")), "arguments": command})
+    count = ran(processes, {"cwd": str(copy(here, tmp_path / "n")), "arguments": command})
     first, last = commit(count), count["renames"]
     assert last - first > 8  # the documents, two models, the journal
     for stop in (first - 1, first, first + 1, (first + last) // 2, last):
         one = copy(here, tmp_path / f"at-{stop}")
-        (killed,) = processes.run({"cwd": str(one), "arguments": command, "stop": stop, "signal": KILL})
-        assert killed["status"] == -KILL, (stop, killed["stderr"])
+        ran(processes, {"cwd": str(one), "arguments": command, "stop": stop, "signal": KILL}, -KILL)
         folder = one / "reports" / "m-1"
         assert (folder / "plan-3.json").exists() == (stop <= first)
         if stop <= first:
             assert (folder / "report.md").read_text() == "older"
-        (again,) = processes.run({"cwd": str(one), "arguments": command})
-        assert again["status"] == 0, again["stderr"]
-        assert "2 heads" in again["stdout"]
+        assert "2 heads" in ran(processes, {"cwd": str(one), "arguments": command})["stdout"]
         assert results_of(folder) == undisturbed
 
 
-@pytest.mark.parametrize(
-    "command", ["score m -d d -m gradient -o reports/m-1", "finetune reports/m/pruned-2 --epochs 1 -o tuned"]
-)
-def test_killed_while_files_are_moved_a_command_goes_on_without_overwrite(
-    processes: Processes, tiny: Path, tmp_path: Path, command: str
-) -> None:
+@pytest.mark.parametrize("command", ["score m -d d -m gradient -o r", "finetune reports/m/pruned-2 --epochs 1 -o r"])
+def test_killed_while_files_are_moved(processes: Processes, tiny: Path, tmp_path: Path, command: str) -> None:
     here, job = copy(tiny, tmp_path / "w"), {"cwd": str(tmp_path / "w"), "arguments": command.split()}
     if command.startswith("finetune"):
-        (done,) = processes.run({**job, "arguments": [*QUICK, "--no-repair", "-o", "reports/m"]})
-        assert done["status"] == 0, done["stderr"]
-    (whole,) = processes.run({**job, "cwd": str(copy(here, tmp_path / "count"))})
-    commit = next(n for n, name in enumerate(whole["targets"], 1) if name.endswith(".ready"))
-    (killed,) = processes.run({**job, "stop": commit + 2, "signal": KILL})
-    assert killed["status"] == -KILL, killed["stderr"]
-    (again,) = processes.run(job)
-    assert again["status"] == 0, again["stderr"]
+        ran(processes, {**job, "arguments": [*QUICK, "--no-repair", "-o", "reports/m"]})
+    whole = ran(processes, {**job, "cwd": str(copy(here, tmp_path / "count"))})
+    ran(processes, {**job, "stop": commit(whole) + 2, "signal": KILL}, -KILL)
+    ran(processes, job)
     assert results_of(here / job["arguments"][-1]) == results_of(tmp_path / "count" / job["arguments"][-1])
 
 
@@ -140,16 +133,17 @@ QUICK = ["prune", "m", "-d", "d", "-k", "2", "-s", "one-shot", "-m", "weight-nor
 
 
 TIMING, SCORING = "headprune.app.workflow.results.time_models", "headprune.app.workflow.pruning.score"
+PICTURES = "headprune.app.pictures.png"
 
 
 interrupt = Mock(side_effect=KeyboardInterrupt())
 
 
-def stopped(*command: str) -> str:
-    """What a command says that is interrupted when all but the times is done."""
+def stopped(*command: str, at: str = TIMING, how: Mock = interrupt, code: int = 130) -> str:
+    """What a command says that is interrupted (or fails) when all but the times is done, or at another step."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TIMING, interrupt)
-        return " ".join(run(*command, code=130).stderr.split())
+        patch.setattr(at, how)
+        return stderr_of(*command, code=code)
 
 
 def document(path: Path) -> dict[str, Any]:
@@ -171,7 +165,7 @@ def test_without_o_the_same_command_goes_on_and_another_goes_elsewhere(here: Pat
 def test_a_wrong_command_leaves_its_folder_to_the_next(here: Path) -> None:
     """What it had found is of use: the scores are not made again."""
     command = ["prune", "m", "-d", "d", "-k", "2", "-m", "gradient", "-s", "one-shot"]
-    assert "out of reach" in run(*command, "--protect", "L0", code=1).stderr
+    assert "out of reach" in stderr_of(*command, "--protect", "L0", code=1)
     result = run(*command)
     assert "scoring by gradient" not in result.stderr
     assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
@@ -181,17 +175,15 @@ def test_the_last_seconds_fail(here: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """A result that no file can hold: it is said where, and nothing is computed again."""
     with monkeypatch.context() as patch:
         patch.setattr(TIMING, lambda *_: {"bound": object()})
-        error = run(*QUICK, code=1).stderr
+        error = stderr_of(*QUICK, code=1)
     assert "bound is a object, which no file can hold" in " ".join(error.split())
     result = run(*QUICK)
     assert "continuing with" in result.stderr
     assert "repairing" not in result.stderr
 
 
-def test_a_report_that_fails_loses_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.pictures.png", Mock(side_effect=RuntimeError("no such colour")))
-        error = " ".join(run(*QUICK, "--no-repair", code=1).stderr.split())
+def test_a_report_that_fails_loses_nothing(here: Path) -> None:
+    error = stopped(*QUICK, "--no-repair", at=PICTURES, how=Mock(side_effect=RuntimeError("no such colour")), code=1)
     assert "The report could not be written (RuntimeError: no such colour); all else is in reports/m-1." in error
     folder = here / "reports" / "m-1"
     hp.load(folder / "pruned-2")
@@ -215,7 +207,7 @@ def other_token(work: Path) -> None:
 def test_damaged_work_is_made_again(damage: Callable[[Path], None], here: Path) -> None:
     stopped(*QUICK)
     damage(next((here / "reports" / "m-1" / ".unfinished").glob("prune-*")))
-    assert "repairing" in run(*QUICK).stderr
+    assert "repairing" in stderr_of(*QUICK)
     folder = here / "reports" / "m-1" / "pruned-2"
     hp.load(folder)
     assert '"good"' in (folder / "tokenizer.json").read_text()
@@ -224,7 +216,7 @@ def test_damaged_work_is_made_again(damage: Callable[[Path], None], here: Path) 
 def test_other_data_is_never_mixed_in(here: Path) -> None:
     stopped(*QUICK, "--no-repair")
     write_jsonl(here / "d" / "test.jsonl", sentences(14, 9))
-    assert "is not used" in run(*QUICK, "--no-repair").stderr
+    assert "is not used" in stderr_of(*QUICK, "--no-repair")
     assert document(here / "reports" / "m-1" / "metrics.json")["dense"]["examples"] == 14
 
 
@@ -264,29 +256,22 @@ def test_who_reads_the_first_line_only_interrupts_nothing(here: Path, monkeypatc
     assert not list((here / "reports").rglob(".*"))
 
 
-def test_nothing_is_said_to_have_changed_where_nothing_was_finished(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_said_to_have_changed_where_nothing_was_finished(here: Path) -> None:
     gradient = [*SCORE[:-1], "gradient"]
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.workflow.pruning.write_heads", interrupt)
-        run(*gradient, code=130)
+    stopped(*gradient, at="headprune.app.workflow.pruning.write_heads")
     parts = [p for p in (here / "reports" / "m-1" / ".unfinished").glob("*-*/*") if p.is_file()]
     assert {p.suffix for p in parts} == {".part"}
     for part in parts:
         part.unlink()
-    said = run(*gradient).stderr
-    assert "not used" not in said
+    assert "not used" not in stderr_of(*gradient)
 
 
-def test_a_report_that_is_interrupted_has_its_pictures(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_is_interrupted_has_its_pictures(here: Path) -> None:
     run(*SCORE, "-m", "gradient")
     pictures = {p.name for p in (here / "reports" / "m-1").glob("*.png")}
     assert {"importance.png", "heads.png"} <= pictures
-    for place in ("pictures.png", "report.write_file"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"headprune.app.{place}", interrupt)
-            run("report", "reports/m-1", code=130)
+    for place in (PICTURES, "headprune.app.report.write_file"):
+        stopped("report", "reports/m-1", at=place)
         assert {p.name for p in (here / "reports" / "m-1").glob("*.png")} == pictures
 
 
@@ -298,9 +283,7 @@ def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monke
     for name in ("report.md", "plan-18.json", "importance.png", "scores.json"):
         (old / name).write_text("committed")
     for place in (SCORING, TIMING):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, interrupt)
-            run("demo", code=130)
+        stopped("demo", at=place)
         assert {p.read_text() for p in old.iterdir() if p.is_file()} == {"committed"}
         assert len([p for p in old.iterdir() if p.is_file()]) == 4
     run("demo")
@@ -312,31 +295,27 @@ def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monke
 def test_what_is_not_a_runs_own_stays(here: Path) -> None:
     run(*SCORE, "-o", "r")
     (here / "r" / "pruned-4").mkdir()
-    for name in ("notes.txt", "plan-7.json", "pruned-4/old"):
+    for name in ("notes.txt", "plan-7.json", "tradeoff.png", "metrics.json", "pruned-4/old"):
         (here / "r" / name).write_text("old")
     run(*SCORE, "-o", "r", "--overwrite")
     assert (here / "r" / "notes.txt").read_text() == "old"
-    assert not {"plan-7.json", "pruned-4"} & {path.name for path in (here / "r").iterdir()}
+    assert not {"plan-7.json", "tradeoff.png", "metrics.json", "pruned-4"} & {p.name for p in (here / "r").iterdir()}
 
 
-def test_an_interruption_before_there_is_a_result(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SCORING, interrupt)
-    assert "Nothing was written." in run(*SCORE, "-o", "r", code=130).stderr
+def test_an_interruption_before_there_is_a_result(here: Path) -> None:
+    assert "Nothing was written." in stopped(*SCORE, "-o", "r", at=SCORING)
     assert not (here / "r").exists()
 
 
-def test_a_full_disk_leaves_the_old_report(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_report(here: Path) -> None:
     """The new results were put in its place without their report, which the disk had no room for."""
     quick = [*QUICK, "--no-repair", "-o", "r"]
     run(*quick)
     before = {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()}
-
-    with monkeypatch.context() as patch:
-        patch.setattr("headprune.app.pictures.png", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-        error = " ".join(run(*quick, "--overwrite", "-k", "3", code=1).stderr.split())
-    assert "No space left on the disk" in error
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    assert "No space left on the disk" in stopped(*quick, "--overwrite", "-k", "3", at=PICTURES, how=full, code=1)
     assert {p.name: p.read_bytes() for p in (here / "r").iterdir() if p.is_file()} == before
-    assert "continuing with" in run(*quick, "--overwrite", "-k", "3").stderr
+    assert "continuing with" in stderr_of(*quick, "--overwrite", "-k", "3")
 
 
 def test_documents_of_two_runs_make_no_report(here: Path) -> None:
@@ -347,8 +326,8 @@ def test_documents_of_two_runs_make_no_report(here: Path) -> None:
     for name in ("scores.json", "heads.json"):
         kept = (here / "a" / name).read_bytes()
         shutil.copy(here / "b" / name, here / "a" / name)
-        said = " ".join(run("report", "a", code=1).stderr.split())
+        said = stderr_of("report", "a", code=1)
         assert f"a/{name} is another run's: a/run.json was not written with it." in said
         (here / "a" / name).write_bytes(kept)
     (here / "a" / "run.json").write_bytes((here / "b" / "run.json").read_bytes())
-    assert "another run's" in " ".join(run("prune", "-k", "2", "--scores", "a", code=1).stderr.split())
+    assert "another run's" in stderr_of("prune", "-k", "2", "--scores", "a", code=1)

@@ -3,8 +3,6 @@
 Here is what is typed, with a row for every option of every command, and JSON documents; data and folders are in `tests.support.bad_files`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -61,22 +59,19 @@ FILES: dict[str, str | bytes] = {
     "other.json": NO_SCORES, "plan-schema.json": '{"headprune": "plan", "schema": 9, "drop": {}}',
     "plan-no-drop.json": '{"headprune": "plan", "schema": 1}',
     "plan-list.json": '{"headprune": "plan", "schema": 1, "drop": [1, 2]}',
-    "plan-float.json": '{"headprune": "plan", "schema": 1, "drop": {"L0": [1.5]}}',
-    "plan-text.json": '{"headprune": "plan", "schema": 1, "drop": {"L0": "all"}}',
     "plan-huge.json": '{"headprune": "plan", "schema": 1, "drop": {"L0": [1]}, "kept": 1e999}',
     "not-a-dict.json": "[]", "größe.json": "{}",
     "run-damaged/scores.json": "{", "run-empty/scores.json": NO_SCORES, "run-schema/run.json": '{"headprune": "run", "schema": 7}',
     "run-bare/run.json": '{"headprune": "run", "schema": 1}', "run-cut/run.json": '{"headprune": "run", "sche',
     "run-other/run.json": '{"headprune": "scores", "schema": 1}', "run-nothing/run.json": "",
     "config-empty/config.json": "", "config-cut/config.json": '{"model_type": "be',
-    "config-list/config.json": "[]", "config-unknown/config.json": '{"model_type": "nothing-known"}',
+    "config-unknown/config.json": '{"model_type": "nothing-known"}',
     "config-remote/config.json": json.dumps(REMOTE),
     "config-kernel/config.json": json.dumps({
         "model_type": "bert", "architectures": ["BertForSequenceClassification"], "attn_implementation": "someone/attention",
     }),
     "sidecar-cut/config.json": '{"model_type": "bert", "architectures": ["BertForSequenceClassification"]}',
     "sidecar-cut/headprune.json": '{"headprune": "checkpo',
-    "sidecar-schema/headprune.json": '{"headprune": "checkpoint", "schema": 3}',
     "plan-none.json": '{"headprune": "plan", "schema": 1, "drop": {"L0": []}}',
     "plan-nowhere.json": '{"headprune": "plan", "schema": 1, "drop": {"L9": [0]}}', "deep.json": "[" * 100_000,
     "plan-head.json": '{"headprune": "plan", "schema": 1, "drop": {"L1": [7]}}', "map-list.json": "[1]",
@@ -92,55 +87,41 @@ TYPED: list[Row] = [
     # what Typer refuses
     *rows("No such command|No such option", "…", "cook --frobnicate", 2),
     *rows("Missing (argument|option)", "…", "score inspect report finetune", 2),
-    *rows("Missing (argument|option)", "… {bert}", "push bench export", 2),
     row("methods {bert}", "unexpected extra argument", 2),
     *rows("valid int", f"{SCORE} --…", "limit=5.5 limit=0x10 seed=nan", 2),
     *rows("in the range|should be (greater|less) than", f"{SCORE} --…", "limit=1 batch-size=0 report-limit=0 max-length=1 seed=-1 seed=2147483648", 2),
     *rows("in the range|should be|valid (number|float)", f"{PRUNE} -k 2 --…", "min-heads-per-layer=-1 finetune=much", 2),
-    row("finetune {bert} --patience 1.5", "valid int", 2),
-    # options that are gone
-    row(f"{SCORE} --offload-folder x", "--offload-folder is gone", 2),
-    row(f"{SCORE} --revision v1", "MODEL@REVISION", 2),
-    row(f"{SCORE} --keep 36", "-m l0:keep=36", 2),
-    row(f"{SCORE} --time 60", "-m ablation:time=60", 2),
     # models
     *rows("no model '.*no model can have this name", "inspect …",
-          "./does-not-exist ../does-not-exist /does/not/exist ~/does-not-exist a/b/c a//b https://huggingface.co/a/b {bert}/nothing/ {bert}@main größe/modèl"),
-    *rows("There is no model", "inspect …", "a\0b a\nb \x1b[31mred [red]x[/] <script>"),
+          "./does-not-exist ~/does-not-exist a/b/c https://huggingface.co/a/b {bert}/nothing/ {bert}@main größe/modèl"),
+    *rows("There is no model", "inspect …", "a\0b a\nb \x1b[31mred [red]x[/]"),
     Row(("inspect", "x" * 5000), "There is no model"),
-    row("score ./gone -d {data}", "no model can have this name"),
-    *rows("no model can have this name", "… ./gone --to onnx", "export"),
-    row("bench {bert} ./gone", "no model can have this name"),
     Row(("score", "", "-d", "{data}"), "No model was named"),
-    Row(("bench", "  ", "{bert}"), "No model was named"),
     *rows("is a file", "inspect …", "{bert}/config.json {files}/data.xyz"),
     *rows("without a config.json", "inspect …", ". {files}/nothing"),
-    *rows("config-(empty|cut|binary|list)", "inspect {files}/config-…", "empty cut binary list"),
+    *rows("config-(empty|cut|binary)", "inspect {files}/config-…", "empty cut binary"),
     row("inspect {files}/config-unknown", "nothing-known"),
     row("inspect {files}/config-remote", "add --trust-remote-code"),
-    row("score {files}/config-remote -d {data}", "add --trust-remote-code"),
     row("inspect {files}/config-kernel", "attention kernel someone/attention"),
     row("inspect {files}/sidecar-cut", "headprune.json is not readable"),
     *rows("no task '", f"{SCORE} --task …", "Sequence-Classification cooking"),
-    Row(("score", "{bert}", "-d", "{data}", "--task", ""), "no task ''"),
     *rows("no dtype '", "inspect {bert} --dtype …", "float8 int3"),
-    *rows("no device '", "inspect {bert} --device …", "cpu:x tpu toaster meta cuda:77"),
+    *rows("no device '", "inspect {bert} --device …", "cpu:x tpu meta cuda:77"),
     row(f"{SCORE} --device-map nowhere", "There is no device map 'nowhere'"),
     *rows("no device map .*json", f"{PRUNE} -k 4 --device-map {{files}}/…", "deep.json map-list.json list.json"),
     row(f"{PRUNE} -k 4 --device-map auto --device cpu", "--device and --device-map both say"),
     *rows("--(finetune|export) and --device-map do not go together", f"{PRUNE} -k 4 --device-map auto --…", "finetune=1 export=onnx"),
     row(f"{SCORE} --device-memory 5", "no use without --device-map"),
-    *rows("no amount for each device", f"{SCORE} --device-map auto --device-memory …", "5 cpu=5 cpu=-5GB disk=5GB cpu=infGB"),
+    *rows("no amount for each device", f"{SCORE} --device-map auto --device-memory …", "5 cpu=-5GB disk=5GB cpu=infGB"),
     row("show {bert}", "nothing to look at"),
     row("show {bert} -t a --image b.png", "are two inputs"),
     Row(("show", "{bert}", "-t", "  "), "text is empty"),
     row("show {bert} -t a -o picture.jpg", "no name of a picture"),
     row("show {bert} -t a -o nowhere/picture.png", "no folder nowhere"),
     # data
-    row("prune {bert} --keep 4", "No dataset was given"),
     Row(("score", "{bert}", "-d", ""), "No dataset was given"),
     Row(("prune", "{bert}", "-d", "{data}", "-k", "4", "--also", " "), "names no dataset"),
-    *rows("no file or folder", "score {bert} -d …", "~/gone gone.csv gone.parquet ../gone/data.jsonl {bert}/config.txt ./nope /nope/größe"),
+    *rows("no file or folder", "score {bert} -d …", "~/gone gone.csv {bert}/config.txt ./nope /nope/größe"),
     row("score {bert} -d a\0b.jsonl", "no file or folder|cannot be read"),
     row("score {bert} -d /dev/null", "no file or folder /dev/null|no data file"),
     Row(("score", "{bert}", "-d", "x" * 5000), "cannot be read: File name too long"),
@@ -150,10 +131,7 @@ TYPED: list[Row] = [
     row(f"{SCORE} --text-column a,b,c", "more than two columns"),
     # methods
     *rows("no scoring method '", f"{SCORE} -m …", "Ablation ablation,gradient [red]"),
-    Row(("score", "{bert}", "-d", "{data}", "-m", ""), "no scoring method ''"),
-    row(f"{PRUNE} --keep 2 -m luck", "no scoring method 'luck'"),
-    *rows("memory=4GB", f"{SCORE} -m ablation:memory=…", f"4XB -4GB 1.2.3GB 0 lots {'9' * 400}GB"),
-    Row(("score", "{bert}", "-d", "{data}", "-m", "ablation:memory="), "memory=4GB"),
+    *rows("memory=4GB", f"{SCORE} -m ablation:memory=…", f"4XB -4GB 0 {'9' * 400}GB"),
     row(f"{SCORE} -m ablation:time=soon", "ablation:time=soon"),
     *rows("time to spend", f"{SCORE} -m ablation:time=…", "nan 0 -1"),
     *rows("(examples|steps|sparsity|permutations) is ", f"{SCORE} -m …",
@@ -164,11 +142,9 @@ TYPED: list[Row] = [
     row(f"{SCORE} -m gradient -m gradient:normalise", "there twice"),
     # budgets and strategies
     row("prune", "How many heads to keep"),
-    *rows("keep .* is not a number of heads", f"{PRUNE} --keep …", "inf 50%% % 4,000 None True abc ½"),
-    row(f"{PRUNE} --keep 2 --keep 1.5", "keep 1.5 is not a number of heads"),
-    *rows("leaves no head", f"{PRUNE} --keep …", "-0.5 0% 0.0 -50% 0"),
+    *rows("keep .* is not a number of heads", f"{PRUNE} --keep …", "inf 50%% % 4,000 None ½"),
+    *rows("leaves no head", f"{PRUNE} --keep …", "-0.5 0% 0"),
     *rows("keeps all heads", f"{PRUNE} --keep …", "100% 1.0"),
-    row(f"{PRUNE} --keep 150%", "keep 150% keeps all heads, so there is nothing to prune"),
     *rows("is no budget", f"{PRUNE} --target-latency …", "0 nan 1e999 80%% -5"),
     row(f"{PRUNE} --target-latency soon", "--target-latency soon is no budget. Write it as 12.5ms or 80%"),
     *rows("is no budget", f"{PRUNE} --target-flops …", f"-1G G nan 1{'0' * 400}"),
@@ -178,7 +154,6 @@ TYPED: list[Row] = [
     row(f"{PRUNE} --max-drop 5", "did you mean 5%"),
     *rows("met by the dense model", f"{PRUNE} --target-…", "params=100% params=200% latency=100%"),
     row(f"{PRUNE} --keep 4 --target-latency 80%", "--keep and --target-latency are different kinds of budget. Give one of them."),
-    *rows("different kinds of budget", f"{PRUNE} --target-flops 80% …", "--target-params=80% --max-drop=0.1"),
     *rows("no strategy '.*Choose from auto, one-shot", f"{PRUNE} --keep 4 -s …", "Auto luck"),
     *rows("no effort '.*Choose from low, normal, high.", f"{PRUNE} --keep 4 --effort …", "highest some"),
     *rows("takes no scores", f"{PRUNE} --keep 2 -s compensated …", "--method=gradient --distil"),
@@ -193,7 +168,6 @@ TYPED: list[Row] = [
     *rows("does not hold headprune's plan", f"{PRUNE} --plan {{files}}/…", "not-a-dict.json größe.json other.json"),
     row(f"{PRUNE} --plan {{files}}/plan-schema.json", "has format 9"),
     *rows("damaged plan", f"{PRUNE} --plan {{files}}/plan-…", "no-drop.json list.json huge.json"),
-    *rows("damaged plan .*valid", f"{PRUNE} --plan {{files}}/plan-…", "float.json text.json"),
     row("prune --keep 4 -o nowhere", "no scores in nowhere"),
     row("prune -k 4", "There are no scores in reports"),
     *rows("no file or folder nope|is not a run's scores.json|no file .*scores.json", "prune -k 4 --scores …",
@@ -203,15 +177,12 @@ TYPED: list[Row] = [
     # folders to write to
     *rows("cannot be written|is a file|too long", f"{SCORE} -o …",
           f"/dev/null/x {{bert}}/config.json {{files}}/data.xyz/run /proc/nothing/run {'y' * 300}"),
-    row(f"{PRUNE} -k 4 -o /proc/nothing/run", "cannot be written"),
-    row("export {bert} --to gguf -o /proc/x/model.gguf", "cannot be written"),
     row(f"{SCORE} -o {{bert}}", "exists and is not empty"),
     row(f"{PRUNE} -k 4 -o {{bert}}", "exists and is not empty"),
     row("export {bert} --to onnx -o {bert}", "is a folder"),
     # other commands
     *rows("no export format '", "export {bert} --to …", "ONNX luck"),
     row("export {bert} --to gguf -o model-1.5", "Name it model-1.5.gguf"),
-    row("export {bert} --to stock --dtype int8", "no type 'int8'"),
     row("export {bert} --to gguf --dtype int3", "int3"),
     *rows("no folder ", "finetune …", "nope {files}/data.xyz"),
     *rows("holds no pruned model", "finetune …", "{bert} {files}/nothing"),
@@ -221,7 +192,6 @@ TYPED: list[Row] = [
     *rows("epochs is .* it should be ", "finetune {bert} --epochs …", "-1 0 nan 1e300"),
     *rows("patience is .* it should be greater than or equal to 1", "finetune {bert} --patience …", "-2 0"),
     row("finetune {bert} --seed 99999999999999999999", "seed is 99999999999999999999; it should be less than or equal to 2147483647"),
-    row("finetune {files}/sidecar-schema", "has format 3|Name the dataset|does not say"),
     *rows("is not a run's folder: it has no run.json", "report …", "nope {files}/data.xyz {bert}/config.json"),
     *rows("is not a run's folder", "report …", "{bert} {files}/nothing"),
     *rows("run.json is not readable", "report {files}/run-…", "nothing cut binary"),
@@ -233,7 +203,6 @@ TYPED: list[Row] = [
     *rows("no list of numbers", "bench {bert} {bert} --lengths …", "8;16 long 8,,9 0 99999999999999999999"),
     *rows("no list of numbers", "bench {bert} {bert} --batch-sizes …", "1e3 1,0 -1"),
     Row(("bench", "{bert}", "{bert}", "--batch-sizes", ""), "no list of numbers"),
-    row("bench {bert} gone.onnx", "no file|no model|Only one of"),
 ]  # fmt: skip
 
 # What only the loaded model can tell, but before any long work.
@@ -254,7 +223,6 @@ LATER: list[Row] = [
     row(f"{SCORE} --max-length 2", "repeating an input of an earlier part.* more than 2 tokens were cut"),
     row("score {bert} -d {files}/same", "repeating an input of an earlier part"),
     row("score {bert} -d {files}/few.jsonl", "too few rows"),
-    row("score {bert} -d {files}/binary.jsonl", "cannot be read as a dataset"),
     row("bench {bert} {bert} --lengths 8,5000", "does not take texts of 5,000 tokens: it has 64 positions. Use --lengths up to 64"),
     row("score nobody/nothing -d {data}", "no model 'nobody/nothing'"),
     row("score {bert} -d nobody/nothing", "no dataset 'nobody/nothing'"),
@@ -265,8 +233,6 @@ LATER: list[Row] = [
 
 
 # -- the documents of a run folder, of a plan, of scores ---------------------------------------------------------------
-
-Change = tuple[tuple[Any, ...], Any]  # where, and what stands there instead
 
 REPORT = ("report", "{made}")
 BY_SCORES = ("prune", "-k", "2", "--scores", "{made}")
@@ -296,18 +262,12 @@ DOCUMENTS: list[Row] = [
     whole(BY_PLAN, "plan.json", plan('{"L0": [0, 0]}'), "Layer L0: head 0 is listed twice"),
     whole(BY_PLAN, "plan.json", plan('{"L0": [0], "L0": [1]}'), "'L0' stands there twice"),
     whole(BY_PLAN, "plan.json", plan('{"L0": [0]}', drop2="1", schema="true"), "has format True"),
-    whole(BY_PLAN, "plan.json", plan('{"L0": [0]}', kept="true"), "damaged plan .*is True; it should be"),
     whole(BY_PLAN, "plan.json", plan('{"L0": [0]}', asked="NaN"), "damaged plan .*is nan; it should be"),
-    whole(BY_PLAN, "plan.json", plan('{"L0": [0]}', notes='"many"'), "damaged plan .notes is"),
-    whole(BY_PLAN, "plan.json", plan('{"L0": [0]}', method="3"), "damaged plan .*is 3; it should be"),
-    whole(BY_PLAN, "plan.json", plan('{"L0": [[0]]}'), "damaged plan .drop › L0"),
     whole(BY_PLAN, "plan.json", plan(f'{{"L0": [{WIDE}]}}'), "not readable .*number too large"),
     whole(BY_PLAN, "plan.json", plan(f'{{"L0": {NESTED}}}'), "not readable .*lists within lists"),
     whole(BY_PLAN, "plan.json", plan('{"L0": [0]}') + "}", "not readable .*Extra data"),
     whole(BY_PLAN, "plan.json", "\ufeff" + plan('{"L0": [0]}'), "not readable .*BOM"),
     whole(BY_PLAN, "plan.json", plan('{"L0": [0]}').encode("utf-16"), "not readable .*utf-8"),
-    whole(BY_PLAN, "plan.json", b"\x00" * 100, "not readable"),
-    whole(BY_PLAN, "plan.json", b"\x80\x04\x95", "not readable"),
     # scores
     changed(BY_SCORES, "scores.json", ("scores", 0, "examples"), True, "damaged scores file .*examples is True"),
     changed(BY_SCORES, "scores.json", ("scores", 0, "examples"), 10**30, "not readable .*number too large"),
@@ -320,34 +280,24 @@ DOCUMENTS: list[Row] = [
     changed(BY_SCORES, "scores.json", ("scores", 0, "matrix"), [[1]], "has 1 numbers, and there are 4 heads"),
     changed(BY_SCORES, "scores.json", ("scores",), [], "holds no scores"),
     changed(BY_SCORES, "scores.json", ("layers",), [], "no layers"),
-    changed(BY_SCORES, "scores.json", ("layers", 0, "name"), 3, "damaged scores file .*name is 3: .* valid string"),
-    changed(BY_SCORES, "scores.json", ("layers", 0, "index"), -1, "damaged scores file .*-1"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "num_heads"), 0, "damaged scores file .*0 heads"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "prunable"), "yes", "prunable is 'yes': Input should be a valid boolean"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "groups"), [[0, 1], [1, 2]], "groups of others"),
     changed(BY_SCORES, "scores.json", ("layers", 0, "projections"), [
         {"module": "m", "features": ["0:99999999999"]}], "are no features"),
-    whole(BY_SCORES, "scores.json", NESTED, "not readable .*lists within lists"),
     # run.json
     changed(REPORT, "run.json", ("commands",), GONE, "commands is missing"),
-    changed(REPORT, "run.json", ("seconds", 0), True, "seconds › 0 is True"),
     changed(REPORT, "run.json", ("parts", "score", "examples"), -5, "parts › score › examples is -5"),
-    changed(REPORT, "run.json", ("parts", "choose"), GONE, "parts › choose is missing"),
-    changed(REPORT, "run.json", ("model", "layers", 0, "num_heads"), -4, "num_heads is -4"),
-    changed(REPORT, "run.json", ("options", "data", "limit"), "all", "options › data › limit is 'all'"),
     changed(REPORT, "run.json", ("\ud800",), 1, "valid string"),
     # metrics.json
-    changed(REPORT, "metrics.json", ("metric",), None, "metric is None"),
     changed(REPORT, "metrics.json", ("budgets", 0, "kept"), 5, "more heads are kept than there are"),
     changed(REPORT, "metrics.json", ("budgets", 0, "drop"), {"block.0.attn": [1, 1]}, "a head is listed twice"),
     changed(REPORT, "metrics.json", ("budgets", 0, "checkpoint"), "../../elsewhere", "leads to another folder"),
     changed(REPORT, "metrics.json", ("budgets",), [], r"damaged, or of another version \(ValueError: no budgets\)"),
-    changed(REPORT, "metrics.json", ("curve",), [], "damaged, or of another version"),
     changed(REPORT, "metrics.json", ("latency", "rows", 0, "timings"), {}, "damaged, or of another version"),
     changed(REPORT, "metrics.json", ("exports",), [
         {"format": "onnx", "name": "2 heads", "checkpoint": "pruned-2", "file": "../x.onnx", "proved": True, "summary": ""},
     ], "exports › 0 › file.*leads to another folder"),
-    whole(REPORT, "metrics.json", NESTED, "not readable .*lists within lists"),
     # heads.json
     changed(REPORT, "heads.json", ("samples", 0, "layers", 0, "weights"), "AAAA", "do not have the shape"),
     changed(REPORT, "heads.json", ("samples", 0, "layers", 0, "weights"), "ä", "weights|ASCII"),

@@ -1,7 +1,5 @@
 """Every model that the conformance suite runs on, what must be found in it, and the brute force that it is compared with."""
 
-from __future__ import annotations
-
 import copy
 import csv
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +16,7 @@ import headprune as hp
 from tests.support import odd, textbook
 from tests.support.families import built
 from tests.support.plain import WIDTH, Attention, model_of, noise
-from tests.support.zoo import ZOO, Made, TorchEncoder, randomise, text
+from tests.support.zoo import ZOO, Made, TorchEncoder, randomise, sizes, text
 
 WRITERS = ("bloom", "mpt", "gpt_oss", "falcon")  # built with a head that writes text
 
@@ -35,13 +33,11 @@ def facts() -> dict[str, dict[str, str]]:
     return rows | {f"{name} eager": rows[name] for name in eager}
 
 
-SMALL = {
-    "vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48, "pad_token_id": 0,
-}  # fmt: skip
-AS_MANY = {**SMALL, "hidden_size": 64, "num_attention_heads": 8}
+AS_MANY = sizes("sdpa", num_hidden_layers=2, hidden_size=64, num_attention_heads=8)
+GROUPED = sizes("sdpa", num_hidden_layers=2, num_key_value_heads=1)
 MORE: dict[str, Callable[[], Made]] = {
     "tokens_first": lambda: (TorchEncoder(batch_first=False, bias=False), noise(3, 6, 32)),
-    "one_key_value_head": lambda: (tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, num_key_value_heads=1)), text()),
+    "one_key_value_head": lambda: (tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED)), text()),
     "as_many_heads_as_wide": lambda: (tf.BertForSequenceClassification(tf.BertConfig(**AS_MANY)), text()),
     "Twice": lambda: (odd.Twice(), noise(2, 5, WIDTH)),
     "BareInResidual": lambda: (odd.BareInResidual(), noise(2, 5, WIDTH)),

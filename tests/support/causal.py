@@ -1,7 +1,5 @@
 """Tiny language models, and wrappers that hide what a model's class would say about its loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

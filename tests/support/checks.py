@@ -1,14 +1,9 @@
-"""What many tests check: hooks that are left, weights that changed, and pruned models against masked ones."""
-
-from __future__ import annotations
+"""What many tests check: hooks that are left, and weights that changed."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-
-import headprune as hp
-from tests.support.zoo import ZOO
 
 
 def hooks(model: nn.Module) -> int:
@@ -29,11 +24,3 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 def same(model: nn.Module, before: Mapping[str, Tensor]) -> bool:
     now = model.state_dict()
     return now.keys() == before.keys() and all(torch.equal(v, before[k]) for k, v in now.items())
-
-
-def pruned(name: str) -> tuple[torch.nn.Module, object]:
-    model, example = ZOO[name]()
-    layers = hp.find_attention(model, example)
-    drop = {a.name: list(range(a.num_heads)) if i == 1 else list(a.units[0]) for i, a in enumerate(layers)}
-    hp.prune(model, drop, example)
-    return model, example

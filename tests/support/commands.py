@@ -1,7 +1,5 @@
 """Commands as a user types them, run inside the test's process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -36,6 +34,11 @@ def run(*arguments: object, code: int = 0) -> Any:
     result = invoke(*map(str, arguments))
     assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
     return result
+
+
+def stderr_of(*arguments: object, code: int = 0) -> str:
+    """What a command says on stderr, in one line."""
+    return " ".join(run(*arguments, code=code).stderr.split())
 
 
 def python(*arguments: str, **given: Any) -> Any:

@@ -1,7 +1,5 @@
 """Tiny decoders as llama.cpp runs them, and a tokenizer of every kind that it knows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +28,8 @@ def bytewise(
     raw.pre_tokenizer = pre_tokenizers.Sequence(list(cuts) or [pre_tokenizers.ByteLevel(add_prefix_space=False)])
     raw.decoder = decoders.ByteLevel()
     special, alphabet = ["<|end|>", "<|begin|>"], pre_tokenizers.ByteLevel.alphabet()
-    raw.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
+    raw.train_from_iterator(CORPUS, trainer)
     raw.post_processor = processors.TemplateProcessing(single=post, special_tokens=[("<|begin|>", 1)])
     return tf.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", bos_token="<|begin|>")
 

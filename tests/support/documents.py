@@ -1,7 +1,5 @@
 """Documents of a small run, as JSON holds them: what a test changes of them is what it is about."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -136,6 +134,10 @@ GENERATION: dict[str, Any] = {
     "token_speedups": {"2 heads": {**SPEED, "ratio": 1.25, "low": 1.2, "high": 1.3, "verdict": "faster"}},
     "tokens_per_second": {"dense": 500.0, "2 heads": 625.0}, "cache": {"dense": 12288.0, "2 heads": 6144.0},
 }  # fmt: skip
+
+
+ALL_METRICS = {**METRICS, "time": [TIME], "generation": [GENERATION]}
+ALL_METRICS["budgets"] = [{**METRICS["budgets"][0], "repair": repaired(), "finetune": TRAINED}]
 
 
 def scores_of(values: list[float], method: str = "ablation", layer: AttentionLayer = LAYER) -> HeadScores:

@@ -40,12 +40,8 @@ def llava() -> Made:
         "intermediate_size": 24, "image_size": 8, "patch_size": 4, "projection_dim": 16,
     }  # fmt: skip
     words = {k: v for k, v in sizes("sdpa", num_key_value_heads=2, head_dim=8).items() if k != "attn_implementation"}
-    config = tf.LlavaConfig(
-        vision_config=vision,
-        text_config={"model_type": "qwen3", **words},
-        image_token_index=99,
-        vision_feature_layer=-1,
-    )
+    parts = {"vision_config": vision, "text_config": {"model_type": "qwen3", **words}}
+    config = tf.LlavaConfig(**parts, image_token_index=99, vision_feature_layer=-1)
     ids = torch.cat(
         [torch.full((2, 4), 99), torch.randint(3, 90, (2, 5), generator=torch.Generator().manual_seed(1))], 1
     )

@@ -1,7 +1,5 @@
 """Models of `benchmarks/tiny.py`, one for each model type of transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A dense model, the same pruned, and what both are fine-tuned and compared by."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Local folders that look like what users have: a tokenizer's words, rows of data and JSONL files. No network."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plain attention of any shape: heads of any width, with or without key/value groups and biases."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,18 @@
-"""Public methods of `benchmarks/baselines.py` against their definitions, computed without headprune's gates."""
+"""The benchmarks' own code: methods of others against their definitions, the exercise's documents and model, faults of the machine."""
 
-from __future__ import annotations
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import baselines
+import exercise
+import exercise_translator as translator
+import faults
 import pytest
 import torch
 from baselines import METHODS, Baseline, applied, rearrange, rescaled
@@ -13,7 +23,10 @@ from tests.support import zoo
 from tests.support.cases import without
 from tests.support.checks import hooks
 from tests.support.problems import small
+from tests.support.textbook import D2LMultiHead
 from tests.support.zoo import labelled
+
+# -- benchmarks/baselines.py: public methods against their definitions, computed without headprune's gates ------------
 
 HEADS, WIDTH = 3, 8  # of `small`
 
@@ -41,12 +54,12 @@ def slope(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The gradient of a batch's mean loss by a factor on every head's output ``[layers, heads]``, as by transformers' old ``head_mask``."""
     blocks = model.bert.encoder.layer
     factors = torch.ones(len(blocks), HEADS, dtype=torch.float64, requires_grad=True)
-    handles = [
-        block.attention.output.dense.register_forward_pre_hook(
-            lambda _, args, factor=factor: ((args[0].unflatten(-1, (HEADS, -1)) * factor[:, None]).flatten(-2),)
-        )
-        for block, factor in zip(blocks, factors, strict=True)
-    ]
+
+    def scaled(place: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        factor = factors[[block.attention.output.dense for block in blocks].index(place)]
+        return ((args[0].unflatten(-1, (HEADS, -1)) * factor[:, None]).flatten(-2),)
+
+    handles = [block.attention.output.dense.register_forward_pre_hook(scaled) for block in blocks]
     (found,) = torch.autograd.grad(model(**batch).loss, factors)
     for handle in handles:
         handle.remove()
@@ -82,12 +95,9 @@ def test_rankings_are_those_of_the_definitions(keep, seed, monkeypatch):
         ("Michel", michel), ("reverse", -michel), ("Michel, layer L2", by_layer(michel)), ("run_bertology", by_layer(bertology)), ("Kwon, Fisher", kwon),
     ):  # fmt: skip
         assert METHODS[name](model, batches, layers, keep, seed).drop == dropped(layers, scores, keep), name
-    one, two = (
-        METHODS[name](model, batches, layers, keep, seed).drop for name in ("Kwon, Fisher", "Kwon, Fisher + swap")
-    )
-    assert {k: len(v) for k, v in one.items()} == {
-        k: len(v) for k, v in two.items()
-    }  # of every layer as many as before the swap
+    names = ("Kwon, Fisher", "Kwon, Fisher + swap")  # of every layer as many as before the swap
+    one, two = (METHODS[name](model, batches, layers, keep, seed).drop.items() for name in names)
+    assert {k: len(v) for k, v in one} == {k: len(v) for k, v in two}
     found = [METHODS["random"](model, batches, layers, 3, seed).drop for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
 
@@ -159,11 +169,8 @@ def test_factors_solve_the_stated_least_squares(monkeypatch):
             for batch in batches:
                 a, b, real = inside(theirs, batch, i), inside(mine, batch, i), batch["attention_mask"].bool()
                 dense = block.attention.output.dense
-                parts = [
-                    b["heads"][real][:, WIDTH * h : WIDTH * h + WIDTH]
-                    @ dense.weight[:, WIDTH * h : WIDTH * h + WIDTH].T
-                    for h in (0, 1)
-                ]
+                read, columns = b["heads"][real].split(WIDTH, 1), dense.weight.split(WIDTH, 1)
+                parts = [read[h] @ columns[h].T for h in (0, 1)]
                 big.append(torch.stack([*parts, torch.ones_like(parts[0])], dim=-1).flatten(0, 1))
                 goal.append((a["a"] - dense.bias - b["residual"])[real].flatten())
             fitted = torch.linalg.lstsq(torch.cat(big), torch.cat(goal)[:, None]).solution[:, 0]
@@ -233,3 +240,166 @@ def test_a_group_is_scored_by_one_gate_for_all_of_its_heads():
                 weight.copy_(before)
             expected.append((losses[0] - losses[1]) / (2 * step))
     torch.testing.assert_close(found[0], torch.tensor(expected, dtype=torch.float64), atol=1e-3, rtol=1e-3)
+
+
+# -- docs/exercise.md and docs/exercise.zh.md: the same figures in both, and all of them from docs/exercise/figures.json ---
+
+FIGURES = json.loads(exercise.FIGURES.read_text(encoding="utf-8"))
+NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+@pytest.fixture(scope="module")
+def documents() -> dict[str, str]:
+    return {language: path.read_text(encoding="utf-8") for language, path in exercise.DOCUMENTS.items()}
+
+
+def numbers_in(text: str) -> Counter[str]:
+    """The figures that a reader sees: not those of code, addresses and the names of files."""
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+", " ", text, flags=re.S)
+    return Counter(NUMBER.findall(text))
+
+
+def sections_of(text: str) -> list[str]:
+    return re.split(r"^#+ ", text, flags=re.M)
+
+
+def test_both_languages_have_the_figures_of_the_file(documents):
+    assert exercise.rendered(FIGURES) == documents
+    english, chinese = (sections_of(documents[language]) for language in ("en", "zh"))
+    assert len(english) == len(chinese)
+    for ours, theirs in zip(english, chinese, strict=True):
+        assert numbers_in(ours) == numbers_in(theirs), ours.splitlines()[0]
+    assert sum(numbers_in(documents["en"]).values()) > 200
+    changed = json.loads(json.dumps(FIGURES))
+    changed["bert"]["dense"]["accuracy"] = 0.12345
+    again = exercise.rendered(changed)
+    assert all(again[language] != text and "12.3 %" in again[language] for language, text in documents.items())
+
+
+def test_claims_hold_and_can_fail():
+    """What the prose says without a figure."""
+    assert all(exercise.claims(FIGURES).values())
+    upside_down = json.loads(json.dumps(FIGURES))
+    for model in ("d2l", "bert"):
+        for row in upside_down[model]["methods"]:
+            row["rho"] = -row["rho"]
+            row["masked"]["accuracy"] = 1 - row["masked"]["accuracy"]
+    assert not all(exercise.claims(upside_down).values())
+
+
+# -- the model ---------------------------------------------------------------------------------------
+
+
+WORDS = """1: one: un
+17: seventeen: dix sept
+21: twenty one: vingt et un
+71: seventy one: soixante et onze
+80: eighty: quatre vingt
+81: eighty one: quatre vingt un
+91: ninety one: quatre vingt onze
+1161: one thousand one hundred sixty one: mille cent soixante et un
+9277: nine thousand two hundred seventy seven: neuf mille deux cent soixante dix sept"""
+
+
+def test_numbers_in_words_and_no_number_has_the_name_of_another():
+    for line in WORDS.splitlines():
+        number, *words = line.split(": ")
+        assert [" ".join(say(int(number))) for say in (translator.english, translator.french)] == words
+    every = range(1, translator.LARGEST + 1)
+    for say in (translator.english, translator.french):
+        assert len({tuple(say(n)) for n in every}) == len(every)
+    parts = list(translator.parts().values())
+    assert sorted(n for part in parts for n in part) == list(every)
+
+
+@pytest.mark.parametrize("lens", [None, torch.tensor([3, 6]), torch.tensor([[1, 2, 3, 4, 5, 6], [2, 2, 2, 6, 6, 6]])])
+def test_attention_is_that_of_the_textbook(lens):
+    torch.manual_seed(0)
+    theirs, ours = D2LMultiHead().eval(), translator.MultiHeadAttention(32, 4, dropout=0.1).eval()
+    ours.load_state_dict(theirs.state_dict())
+    x, y = torch.randn(2, 6, 32), torch.randn(2, 6, 32)
+    torch.testing.assert_close(ours(x, y, y, lens), theirs(x, y, y, lens))
+
+
+def test_the_translator_is_pruned_exactly_and_sees_no_word_ahead():
+    torch.manual_seed(0)
+    model = translator.Translator(len(translator.WORDS)).eval()
+    batch = translator.example(exercise.NUMBER)
+    example = exercise.without_labels(batch)
+    layers = hp.find_attention(model, example)
+    assert [layer.kind for layer in layers] == ["encoder"] * 2 + ["decoder", "cross"] * 2
+    shorter = {**example, "target": example["target"][:, :3]}
+    torch.testing.assert_close(model(**example)["logits"][:, :3], model(**shorter)["logits"])
+    weights = hp.attention_weights(model, example)
+    kept = [block.attention.attention.attention_weights for block in model.encoder]  # as the book shows them
+    for layer, book in zip(layers, kept, strict=False):
+        torch.testing.assert_close(weights[layer.name][0], book)
+    proof = hp.prune(model, {layer.name: [0, 2] for layer in layers}, example)
+    assert proof.difference <= proof.tolerance
+
+
+def test_a_number_counts_as_right_if_all_its_words_are():
+    torch.manual_seed(0)
+    model = translator.Translator(len(translator.WORDS)).eval()
+    batches = translator.batches([3, 20, 7394])
+    measured = exercise.whole_numbers(hp.evaluate(model, batches))
+    for i, batch in enumerate(batches):
+        right = bool((model(**exercise.without_labels(batch))["logits"].argmax(-1) == batch["labels"]).all())
+        assert measured.correct[i] == right
+
+
+# -- faults of the machine, a few of each: what benchmarks/faults.py tries, as docs/scale.md has it in full -------------
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_a_few_faults_of_each_kind(tmp_path: Path) -> None:
+    """With other draws each time; a trial that goes wrong names itself, and the seed makes it again."""
+    seed = random.SystemRandom().randrange(1 << 30)
+    namespace = faults.own_namespace()
+    command = [sys.executable, "benchmarks/faults.py", "--quick", "--seed", str(seed), "--work", str(tmp_path)]
+    mounts = {faults.MOUNTS: "1"} if namespace else {}
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **mounts}
+    done = subprocess.run([*namespace, *command], cwd=ROOT, capture_output=True, text=True, env=here, check=False)
+    assert done.returncode == 0, (seed, [line for line in done.stderr.splitlines() if "WRONG" in line] or done.stderr)
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {row["trial"].split()[0] for row in rows} >= {"moment", "rename"}
+    assert any("bits" in row for row in rows)
+    assert all(row["fine"] for row in rows)
+
+
+def test_a_trial_that_is_known_is_not_made_again(tmp_path: Path) -> None:
+    first = faults.Results(tmp_path)
+    first.add("a", lambda: {"bits": True, "fault": "f", "how": "cut", "outcome": "said", "fine": True})
+    with open(tmp_path / "results.jsonl", "a") as file:
+        file.write('{"trial": "b", "fi')  # killed here
+    again = faults.Results(tmp_path)
+    again.add("a", lambda: pytest.fail("made again"))
+    again.found["c"] = {"fault": "g", "step": "score", "struck": True, "old": True, "equal": True}
+    machine, files = faults.tables(again)
+    assert "| f | 0 | 1 | 1 | 0 | 0 | 0 |" in files
+    assert "| g | score | 1 | 1 | 1 | 1 | 0 | 0 | 1 |" in machine
+
+
+@pytest.mark.parametrize("how", ["flip", "cut"])
+def test_what_damage_does(how: str, tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(bytes(64))
+    faults.damage(file, how, random.Random(1))
+    found = file.read_bytes()
+    assert sum(b.bit_count() for b in found) == (how == "flip")
+    assert (len(found) < 64) == (how == "cut")
+
+
+def test_where_documents_differ_and_how_a_command_should_end() -> None:
+    assert "a 1: 3 instead of 2" in faults.difference({"a": [1, 3]}, {"a": [1, 2]})
+    assert "only one has b" in faults.difference({"a": 1, "b": 1}, {"a": 1})
+    for status, said, fine in (
+        (1, "headprune: no\nheadprune: no\n", False),
+        (1, "a note\nheadprune: no\n", True),
+        (1, "Traceback (most recent call last)\nheadprune: no\n", False),
+        (143, "", True),  # a signal before the command had begun
+        (1, "", False),
+    ):
+        assert faults.clean({"status": status, "stderr": said}) == fine
