@@ -30,7 +30,7 @@ from tests.support.causal import (
     tiny,
     xlnet,
 )
-from tests.support.zoo import labelled, llama, randomise, t5, text
+from tests.support.zoo import labelled, llama, randomise, t5, text, wav2vec2
 
 # (model, how far ahead the labels are that its own loss compares with)
 CAUSAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -341,48 +341,17 @@ def test_texts_of_one_token_are_told() -> None:
 # -- how a loss that is not known is averaged over examples and labels ---------------------------------
 
 
-def wav2vec2(reduction: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A CTC model, and sounds with 3 to 10 labels each."""
-    config = tf.Wav2Vec2Config(
-        vocab_size=12, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8),
-        conv_stride=(5, 4), conv_kernel=(10, 8), num_feat_extract_layers=2, num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=2, ctc_loss_reduction=reduction, pad_token_id=0,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(1, 12, (4, 10), generator=generator)
-    labels[torch.arange(10) >= torch.tensor([3, 10, 5, 8])[:, None]] = -100
-    sounds = torch.randn(4, 1600, generator=generator)
-    return randomise(tf.Wav2Vec2ForCTC(config)), {"input_values": sounds, "labels": labels}
-
-
-def prophetnet(smoothing: float) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Its loss is also of the token after the next one, of which it gives no logits."""
-    config = tf.ProphetNetConfig(
-        vocab_size=30, hidden_size=16, encoder_ffn_dim=16, num_encoder_layers=1, num_encoder_attention_heads=2,
-        decoder_ffn_dim=16, num_decoder_layers=1, num_decoder_attention_heads=2, max_position_embeddings=32, pad_token_id=0,
-        eps=smoothing, decoder_start_token_id=0,
-    )  # fmt: skip
-    return randomise(tf.ProphetNetForConditionalGeneration(config)), texts()
-
-
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_ctc_models_examples_count_alike_whatever_their_labels(reduction: str, alone: bool) -> None:
-    model, batch = wav2vec2(reduction)
+    model, generator = wav2vec2(tf.Wav2Vec2ForCTC, ctc_loss_reduction=reduction), torch.Generator().manual_seed(0)
+    labels = torch.randint(1, 12, (4, 10), generator=generator)
+    labels[torch.arange(10) >= torch.tensor([3, 10, 5, 8])[:, None]] = -100
+    batch = {"input_values": torch.randn(4, 1600, generator=generator), "labels": labels}
     own = own_loss(model, batch) / (4 if reduction == "sum" else 1)
     found = hp.evaluate(model, singles(batch) if alone else [batch])
     assert found.metrics == {"loss": pytest.approx(own, rel=1e-4)}  # and no perplexity
     assert found.tokens.tolist() == [1] * 4
-
-
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_a_seq2seq_models_own_loss_is_per_label(smoothing: float, alone: bool) -> None:
-    model, batch = prophetnet(smoothing)
-    own = own_loss(model, batch)
-    found = hp.evaluate(model, singles(batch) if alone else [batch])
-    assert found.metrics == pytest.approx({"loss": own, "perplexity": math.exp(own)}, rel=1e-4)
-    assert found.tokens.tolist() == (batch["labels"] != -100).sum(1).tolist()
 
 
 def reduced(kind: str, logits: Tensor, labels: Tensor, inputs: Any) -> Tensor:

@@ -235,34 +235,14 @@ def test_folders_without_answers(folder: Path, tmp_path: Path) -> None:
 # -- damage ---------------------------------------------------------------------------------------
 
 
-def flipped(file: Path, place: int = -3) -> None:
-    content = bytearray(file.read_bytes())
-    content[place] ^= 0x01
-    file.write_bytes(bytes(content))
-
-
-def shortened(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def other_form(file: Path) -> None:
-    edit(file.parent / "headprune.json", files={})
-    file.write_bytes(b"12345678" * 9)
-
-
-DAMAGE = [  # more of it is in `tests.support.bad_files`
-    ("headprune.json", lambda file: edit(file, files=["x"]), "files is"),
-    # In a buffer that no input reaches.
-    ("headprune.safetensors", flipped, "headprune.safetensors is damaged: it is not what was saved"),
-    ("headprune.safetensors", other_form, "is damaged"),
-    ("model.safetensors", flipped, "are not those that were saved"),
-    ("model.safetensors", shortened, "damaged or cut short"),
-]
-
-
-@pytest.mark.parametrize(("file", "harm", "told"), DAMAGE, ids=lambda value: value if isinstance(value, str) else "")
-def test_damage_is_told(file: str, harm: Any, told: str, folder: Path) -> None:
-    harm(folder / file)
+@pytest.mark.parametrize(("file", "told"), [
+    ("headprune.safetensors", "is damaged: it is not what was saved"), ("model.safetensors", "are not those that were saved"),
+])  # fmt: skip
+def test_a_bit_is_noticed(file: str, told: str, folder: Path) -> None:
+    """In a buffer that no input reaches, too. More damage is in `tests.support.bad_files`."""
+    content = bytearray((folder / file).read_bytes())
+    content[-3] ^= 0x01
+    (folder / file).write_bytes(bytes(content))
     with pytest.raises(hp.HeadPruneError, match=told):
         hp.load(folder)
 

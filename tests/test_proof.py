@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.surgery.cutter import cut, snapshot
-from headprune.surgery.removal import ways
 from tests.support.cases import answer
 from tests.support.plain import HEADS, WIDTH, Attention, Pair, model_of, noise
 from tests.support.zoo import TorchEncoder, bert, gpt2, randomise, text
@@ -250,26 +248,6 @@ def test_modes_and_training() -> None:
     hp.prune(writer, {f"transformer.h.{i}.attn": [i] for i in range(3)}, example)
     writer.train()(**example, labels=example["input_ids"]).loss.backward()
     assert all(p.grad is not None for n, p in writer.named_parameters() if "attn" in n)
-
-
-def test_layers_that_lose_the_same_heads_keep_their_own_weights() -> None:
-    """A stand-in's tensors go as they are cut; those of the next layer, at the same place in memory, were taken for them."""
-    for count in range(2, 7):
-        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, batch_first=True)
-        dense = randomise(nn.TransformerEncoder(layer, count, enable_nested_tensor=False))
-        model = copy.deepcopy(dense)
-        layers = hp.find_attention(model, X)
-        for way in ways(layers, {a.name: [0, 1] for a in layers})[:6]:
-            undo = snapshot(model)
-            cut(model, way)
-            for pruned, whole in zip(model.layers, dense.layers, strict=True):
-                old, half = whole.self_attn, WIDTH // 2
-                assert pruned.self_attn.out_proj.weight.equal(old.out_proj.weight[:, half:])
-                for i, name in enumerate("qkv"):
-                    new = getattr(pruned.self_attn, f"{name}_proj")
-                    assert new.weight.equal(old.in_proj_weight.chunk(3)[i][half:])
-                    assert new.bias.equal(old.in_proj_bias.chunk(3)[i][half:])
-            undo()
 
 
 @pytest.mark.parametrize(("second", "shared"), [([1], True), ([2], False), ([], False), ([0, 1, 2, 3], False)])

@@ -81,15 +81,11 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # the headline's words, a
     "a small loss of accuracy": (documents((2, -0.008, 0.006, "worse")), "(-0.8 points, measurably worse; a loss of up to 1.4 points is possible)",
                                  "Recommended: 2 heads, since a loss above 2.5 points is ruled out at 95 %."),
     "too few examples": (documents((2, -0.05, 0.06, "no"), (1, -0.05, 0.08, "no")), TOO_FEW, "None is recommended: for no model a loss above 2.5"),
-    "how much is possible": (documents((2, -0.05, 0.06, "no")), "; a loss of up to 11.0 points is possible.", "None is recommended"),
     "all are worse": (
         documents((3, -0.03, 0.01, "worse"), (2, -0.1, 0.01, "worse")), "Every plan worsens the accuracy; the mildest removes a quarter of the "
         "heads (1 of 4): accuracy 70.0 % against 80.0 % (-3.0 points, measurably worse), 1.50x", "None is recommended",
     ),
     "one is better": (documents((2, 0.03, 0.01, "better")), "can go: accuracy 70.0 % against 80.0 % (+3.0 points, measurably better)", "Recommended"),
-    "perplexity, wide": (documents((2, 0.1, 0.06, "worse"), metric="perplexity"), "Removing half of the heads (2 of 4) worsens the perplexity",
-                         "None is recommended"),
-    "perplexity, narrow": (documents((2, 0.02, 0.025, "no"), metric="perplexity"), "perplexity 12 against 12 (no", "Recommended"),
     "perplexity, unsure": (documents((2, 0.02, 0.04, "no"), metric="perplexity"), TOO_FEW, "None is recommended"),
     "perplexity, better": (documents((2, -0.02, 0.01, "better"), metric="perplexity"), "can go", "Recommended"),
     "a plain loss, as a share of the dense model's": (documents((2, 0.002, 0.02, "no"), metric="loss"), "a loss of up to 0.022 is possible", "above 5 %"),
@@ -99,7 +95,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # the headline's words, a
     "guessing": (guessing("accuracy", 0.76), GUESSES, "None is recommended: the dense model is no better than guessing."),
     "not guessing": (guessing("accuracy", 0.5), "can go", "Recommended"),
     "guessing tokens": (guessing("perplexity", 12.5), GUESSES, "None is recommended: the dense model is no"),
-    "not guessing tokens": (guessing("perplexity", 30_000.0), "can go", "Recommended"),
     "slower": (timed({**SPEED, "ratio": 0.9, "verdict": "slower"}, FASTER), f"slower (0.90x as fast) {WHERE}; removing every head would give 1.50x", ""),
     "not faster": (timed(SPEED, SPEED), f"not measurably faster (1.01x, 0.98 to 1.04) {WHERE}; nor would it be with every head removed.", ""),
     "faster than the bound": (timed({**FASTER, "ratio": 1.6}, FASTER), f"1.60x as fast {WHERE}.", ""),
@@ -248,16 +243,3 @@ def test_report_terminal_and_json_say_the_same(folder: Path | None, tmp_path: Pa
     assert max(map(len, narrow.partition("Dense and pruned")[2].partition("\n\n")[0].splitlines())) <= 80
     for model in (data["dense"], *data["budgets"]):
         assert f"{model['parameters']:,}" in narrow
-
-
-@pytest.mark.parametrize("folder", REPORTS, ids=lambda p: p.name)
-def test_the_first_screen_answers_five_questions_in_plain_words(folder: Path) -> None:
-    first = "\n".join((folder / "report.md").read_text().splitlines()[:25])
-    for answer in (
-        r"of the heads \(\d+ of \d+\)|\d+ of the \d+ heads", r"against [\d.]+ % \(", r"[\d.]+x as fast|not measurably faster",
-        r" on .* \(cpu, 1 thread, float32\)", "the kept heads' weights refitted", r"\| \d+ \(dense\).*[\d.]+ [kMG]B\) \|",
-        r"\| parameters \(size in float", r"\| faster \|", r"Better than random heads\?", r"headprune\.load\(",
-    ):  # fmt: skip
-        assert re.search(answer, first), answer
-    for word in ("re-scored", "W_O", "to first order", "divergence", "ridge"):
-        assert word not in first

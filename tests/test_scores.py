@@ -13,10 +13,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headprune as hp
-from headprune.inputs import first_rows
 from tests.support.checks import hooks
-from tests.support.problems import error_of, output_weight, per_example_loss, quick, scaled, small, split, unlabelled
-from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, llama, randomise, sizes, t5, text
+from tests.support.problems import (
+    double,
+    error_of,
+    output_weight,
+    per_example_loss,
+    quick,
+    scaled,
+    small,
+    split,
+    unlabelled,
+)
+from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, llama, randomise, sizes, t5, text, wav2vec2
 
 LOOKING = [  # at data
     "ablation", "mean-ablation", "resample-ablation", "gradient", "signed-gradient", "fisher", "l0", "dsp", "integrated-gradients",
@@ -57,13 +66,8 @@ def slope_of(model: nn.Module, layer: hp.AttentionLayer, head: int, row: dict[st
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "vit", "t5"])
 def test_against_brute_force(name: str) -> None:
     """Both methods, from copies of the model with scaled weights, example by example, in float64."""
-    model, example = ZOO[name]()
-    model.double()
-    batch = labelled(model, example)
-    if name == "vit":
-        batch["pixel_values"] = batch["pixel_values"].double()
-    layers = hp.find_attention(model, example)
-    rows = split(batch, 1)
+    model, batch = double(name)
+    layers, rows = hp.find_attention(model, batch), split(batch, 1)
     gradient = hp.score(model, [batch], "gradient", layers=layers)
     ablation = hp.score(model, [batch], "ablation", layers=layers)
     with torch.no_grad():
@@ -119,19 +123,14 @@ def test_padding_adds_nothing(method: str, extra: int, rows: int, length: int, l
 @pytest.mark.parametrize("answers", ["one", "frames", "unlabelled"])
 def test_frames_of_padding_add_nothing(answers: str) -> None:
     """The mask of sound counts samples, and convolutions make frames of them: padded frames counted as real ones."""
-    config = tf.Wav2Vec2Config(
-        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=24, conv_dim=(8, 8),
-        conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2, feat_extract_norm="layer", classifier_proj_size=8,
-    )  # fmt: skip
-    model = randomise((tf.Wav2Vec2ForSequenceClassification if answers == "one" else tf.Wav2Vec2ForCTC)(config))
+    model = wav2vec2(tf.Wav2Vec2ForSequenceClassification if answers == "one" else tf.Wav2Vec2ForCTC)
     lengths, generator = (163, 240, 203), torch.Generator().manual_seed(0)
     mask = (torch.arange(240) < torch.tensor(lengths)[:, None]).long()
     whole = {"input_values": torch.randn(3, 240, generator=generator) * mask, "attention_mask": mask}
     if answers != "unlabelled":
         whole["labels"] = torch.tensor([[3, 4], [5, 6], [7, 8]]) if answers == "frames" else torch.tensor([0, 1, 0])
     singles = [
-        first_rows({k: v[i:] if k == "labels" else v[i:, :n] for k, v in whole.items()}, 1)
+        {k: v[i : i + 1] if k == "labels" else v[i : i + 1, :n] for k, v in whole.items()}
         for i, n in enumerate(lengths)
     ]
     layers = hp.find_attention(model, unlabelled([whole])[0])

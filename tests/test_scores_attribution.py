@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.scoring.learned import _relaxed
+from headprune.scoring.sampled import inclusion
 from tests.support.problems import planted, quick, small, without
 from tests.support.zoo import ZOO, bert, labelled, llama, text
 
@@ -34,16 +35,6 @@ def test_the_values_sum_to_what_all_heads_are_worth(method: str) -> None:
         assert s.details["gap"] < 1e-6
     else:
         assert s.details["pairs"] == max(3, int(method.partition("=")[2]) // 6 * 3)
-
-
-@pytest.mark.parametrize("method", ["integrated-gradients", "shapley:permutations=12"])
-def test_progress(method: str) -> None:
-    model, batches = small()
-    calls: list[tuple[int, int, str]] = []
-    score(method, model, batches, progress=lambda done, total, note="": calls.append((done, total, note)))
-    steps = 6 if "shapley" in method else 3
-    assert [call[:2] for call in calls] == [(i, steps) for i in range(1, steps + 1)]
-    assert ("widest interval ±0." if "shapley" in method else "gap") in calls[-1][2]
 
 
 # -- Shapley values ------------------------------------------------------------------------------
@@ -209,6 +200,17 @@ def test_l0_at_a_price() -> None:
     free, some, dear = (hp.score(model, batches, method, loss_fn=loss_fn) for method in methods)
     assert free.details["open"] > 7.5 > some.details["open"] > 1.9 > 0.5 > dear.details["open"]
     assert set(some.flat().argsort().tolist()[:3]) == set(DEAD)
+
+
+# -- formulas in the open --------------------------------------------------------------------------
+
+
+def test_inclusion_probabilities() -> None:
+    size = torch.tensor([1.0, 2, 3, 100], dtype=torch.float64)
+    pi = inclusion(size, 2.0)
+    torch.testing.assert_close(pi, torch.tensor([1 / 6, 2 / 6, 3 / 6, 1], dtype=torch.float64))
+    assert torch.equal(inclusion(size, 4.0), torch.ones(4, dtype=torch.float64))
+    assert (inclusion(size, 2.5) >= inclusion(size, 1.5)).all()  # a larger sample holds the smaller one
 
 
 def test_the_relaxed_draw() -> None:

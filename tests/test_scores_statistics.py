@@ -13,7 +13,7 @@ import headprune as hp
 from tests.support.checks import hooks
 from tests.support.odd import Convolutions
 from tests.support.plain import WIDTH, Attention, model_of, noise
-from tests.support.problems import TokensFirst, error_of, output_weight
+from tests.support.problems import TokensFirst, double, error_of, output_weight
 from tests.support.textbook import Classifier, HeadsFirst, MinGPT, made
 from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, randomise, text
 
@@ -23,12 +23,6 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
     "confidence": lambda p: p.max(-1).values,
 }
 MEASURED = [*STATISTICS, "output-norm"]
-
-
-def double(name: str, attention: str = "sdpa") -> tuple[nn.Module, dict[str, Tensor]]:
-    model, example = ZOO[name](attention)
-    batch = labelled(model, example)
-    return model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
 
 
 def real_of(batch: Any, layer: hp.AttentionLayer, values: Tensor) -> Tensor:
@@ -57,8 +51,8 @@ def test_of_attention_against_its_weights(name: str, method: str) -> None:
         model, example = made("d2l")
         batch: Any = (example, torch.tensor([0, 1, 2]))
     else:
-        model, batch = swin() if name == "swin" else double(name)
-        example = batch
+        model, example = double(name)
+        batch = example
     s = score(model, batch, method, loss_fn=cross_entropy if name == "d2l" else None)
     assert hooks(model) == 0
     for layer_name, weights in hp.attention_weights(model, example, list(s.layers)).items():
@@ -67,14 +61,6 @@ def test_of_attention_against_its_weights(name: str, method: str) -> None:
         rows = mean_over_tokens(values, real_of(batch, layer, values))
         torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(s.stderr[layer.name], error_of(rows), rtol=1e-4, atol=1e-6)
-
-
-def swin() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Which cuts windows out of every picture: [batch * windows, heads, queries, keys]."""
-    sizes = {"image_size": 16, "patch_size": 2, "num_channels": 1, "window_size": 4}
-    config = tf.SwinConfig(embed_dim=16, depths=[2], num_heads=[4], num_labels=3, **sizes)
-    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
-    return randomise(tf.SwinForImageClassification(config)), {"pixel_values": pixels, "labels": torch.tensor([0, 2])}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

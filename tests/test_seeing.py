@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support.stays import sliding
-from tests.support.zoo import ZOO, randomise, sizes, t5, text, whisper
+from tests.support.zoo import ZOO, randomise, sizes, swin, t5, text, whisper
 
 SOME_WEIGHTS = "headprune.seeing.maps._MOST"  # that are computed at once
 
@@ -21,15 +21,6 @@ def gpt_oss(attention: str = "eager") -> tuple[nn.Module, Any]:
     some = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
     config = tf.GptOssConfig(**sizes(attention, num_local_experts=2, num_experts_per_tok=1) | some)
     return randomise(tf.GptOssForCausalLM(config)), text()
-
-
-def swin(attention: str = "sdpa") -> tuple[nn.Module, Any]:
-    config = tf.SwinConfig(
-        image_size=16, patch_size=2, num_channels=1, embed_dim=16, depths=[2], num_heads=[4], window_size=4, num_labels=3,
-        attn_implementation=attention,
-    )  # fmt: skip
-    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
-    return randomise(tf.SwinForImageClassification(config)), {"pixel_values": pixels}
 
 
 MODELS = {n: ZOO[n] for n in ("bert", "distilbert", "gpt2", "llama", "vit", "t5")} | {"gpt_oss": gpt_oss, "sliding": sliding, "whisper": whisper}  # fmt: skip

@@ -51,16 +51,6 @@ def test_generation(name: str, kind: str) -> None:
     assert generated(model, given, prompt_lookup_num_tokens=3) == alone
 
 
-def test_the_sliding_cache_slides() -> None:
-    """What the model of that name is there for."""
-    model, example = changed("sliding", "emptied")
-    with torch.no_grad():
-        cache = model(**prompt(example), use_cache=True).past_key_values
-    lengths = [layer.keys.shape[2] for layer in cache.layers]
-    assert lengths[0] == lengths[2] < lengths[1] == prompt(example)["input_ids"].shape[1]
-    assert [layer.keys.shape[1] for layer in cache.layers] == [1, 2, 1]  # key/value heads; the first has a ghost
-
-
 # -- torch.compile --------------------------------------------------------------------------------
 
 # The repaired models are uneven in the same way as the uneven ones.

@@ -62,18 +62,6 @@ class Stack(nn.Module):
         return out
 
 
-class Whole(Attention):
-    """A model that is one block."""
-
-    def __init__(self) -> None:
-        super().__init__(16, 4)
-        self.up, self.down, self.end = nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.end(self.down(F.gelu(self.up(x + super().forward(x)))))
-        return out
-
-
 INPUT = torch.randn(2, 5, 16)
 LAYER, T5 = "bert.encoder.layer.1", "decoder.block.0.layer"
 PLACES = {
@@ -95,9 +83,6 @@ PLACES = {
     }),
     "a layer without attention, in the list of the others": ((Stack([nn.Linear(16, 16), Block(16, 4, 24)], 16), INPUT), {
         "then.0": REST, "then.1.five": FEED_FORWARD,
-    }),
-    "one block": ((Whole(), INPUT), {
-        "": ATTENTION, "a": PROJECTIONS, "d": PROJECTIONS, "up": FEED_FORWARD, "down": FEED_FORWARD, "end": ENDS,
     }),
 }  # fmt: skip
 

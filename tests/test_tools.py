@@ -5,7 +5,6 @@ import json
 import runpy
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 
 import mutations
 import numpy as np
@@ -79,23 +78,6 @@ def test_the_tests_of_a_room_guard_it(room: str, tmp_path: Path) -> None:
     assert mutations.changed(tmp_path / "copy", tmp_path / "copy") == ""
     assert all(list((ROOT / "tests").glob(pattern)) for pattern in mutations.ROOMS[room])
     assert f'"headprune/{room}"' in (ROOT / "cosmic-ray.toml").read_text()
-
-
-def test_what_the_document_says() -> None:
-    def item(module: str) -> SimpleNamespace:
-        return SimpleNamespace(mutations=(SimpleNamespace(module_path=f"headprune/{module}", start_pos=(3, 4)),))
-
-    diff = "--- a\n+++ b\n@@ @@\n-    if a | b:\n+    if not a | b:"
-    found = [
-        (item("planning/order.py"), SimpleNamespace(is_killed=True, diff="")),
-        (item("surgery/proof.py"), SimpleNamespace(is_killed=False, diff=diff)),
-        (item("surgery/proof.py"), None),
-    ]
-    text = mutations.section(found)
-    assert "**1 (50.0%, 9.5% to 90.5%) of 2 are noticed.**" in text
-    assert "| `planning/` | 1 | 1 | 1 (100.0%" in text
-    assert "| `surgery/` | 2 | 1 | 0 (0.0%" in text
-    assert "| `surgery/proof.py:3` | `if a \\| b:` | `if not a \\| b:` |" in text
 
 
 @pytest.fixture

@@ -283,14 +283,6 @@ def test_large_weights_on_the_meta_device(name: str, large: int, monkeypatch: py
     assert hp.find_attention(copy.deepcopy(model).to("meta"), example) == hp.find_attention(model, example)
 
 
-def test_a_layer_is_shown_in_a_line() -> None:
-    layer = hp.find_attention(*llama())[1]
-    assert repr(layer) == "AttentionLayer(L1 'model.layers.1.self_attn': decoder, 6 heads of 8, 3 key/value)"
-    long = hp.AttentionLayer("a.very.long.name." * 20, 104, "decoder", 128, 16, 256, prunable=False)
-    assert len(repr(long)) <= 150
-    assert repr(long).endswith("16 key/value, not prunable)")
-
-
 def test_a_subclass_of_torchs_attention_is_seen() -> None:
     class Own(nn.MultiheadAttention):
         pass

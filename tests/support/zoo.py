@@ -118,6 +118,26 @@ def whisper(attention: str = "sdpa") -> Made:
     }
 
 
+def swin(attention: str = "sdpa") -> Made:
+    """Which cuts windows out of every picture: [pictures * windows, heads, queries, keys]."""
+    config = tf.SwinConfig(
+        image_size=16, patch_size=2, num_channels=1, embed_dim=16, depths=[2], num_heads=[4], window_size=4, num_labels=3,
+        attn_implementation=attention,
+    )  # fmt: skip
+    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    return randomise(tf.SwinForImageClassification(config)), {"pixel_values": pixels}
+
+
+def wav2vec2(kind: Any, **more: Any) -> nn.Module:
+    """Sound, of which convolutions make frames; ``kind`` is the class of its head."""
+    config = tf.Wav2Vec2Config(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=24, conv_dim=(8, 8),
+        conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, feat_extract_norm="layer", classifier_proj_size=8, pad_token_id=0, **more,
+    )  # fmt: skip
+    return randomise(kind(config))
+
+
 class TorchEncoder(nn.Module):
     """PyTorch's own encoder, behind a classifier."""
 
