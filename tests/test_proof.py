@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support.cases import answer
+from tests.support.errors import refuses
 from tests.support.plain import HEADS, WIDTH, Attention, Pair, model_of, noise
 from tests.support.zoo import TorchEncoder, bert, gpt2, randomise, text
 
@@ -266,12 +267,9 @@ def test_mistakes_are_told_in_a_line() -> None:
     layers, x = hp.find_attention(model, X), text()
     hp.prune(model, {}, X)
     hp.prune(model, {"0": [torch.tensor(1).item()]}, X, layers=layers)
-    with pytest.raises(hp.HeadPruneError, match="not as it was traced"):
-        hp.prune(model, {"0": [1]}, X, layers=layers)
+    refuses("not as it was traced", hp.prune, model, {"0": [1]}, X, layers=layers)
     for wrong in (torch.zeros(2, 5, 7), x):
-        with pytest.raises(hp.HeadPruneError, match="does not run on the example"):
-            hp.prune(model, {"2": [1]}, wrong, layers=layers)
+        refuses("does not run on the example", hp.prune, model, {"2": [1]}, wrong, layers=layers)
     with pytest.raises(hp.HeadPruneError, match="has no module"), hp.mask(nn.Linear(2, 2), {"0": [1]}, layers=layers):
         pass
-    with pytest.raises(hp.HeadPruneError, match="not finite, so a prune cannot be proved"):
-        hp.prune(model, {"2": [1]}, X * torch.nan, layers=layers)
+    refuses("not finite, so a prune cannot be proved", hp.prune, model, {"2": [1]}, X * torch.nan, layers=layers)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import headprune as hp
 from tests.support import brute
 from tests.support.checks import hooks, same, state
+from tests.support.errors import refuses
 from tests.support.plain import WIDTH, Attention, Bare, Pair, noise
 from tests.support.plain import model_of as plain_of
 from tests.support.problems import small
@@ -84,8 +85,7 @@ def test_what_is_not_finite_is_told(value: float) -> None:
     layers = hp.find_attention(model, example)
     with torch.no_grad():
         model.bert.encoder.layer[1].attention.self.value.bias[3] = value  # type: ignore[union-attr, index]
-    with pytest.raises(hp.HeadPruneError, match=f"^Layer {layers[1].name} .*not finite"):
-        hp.repair(model, {"L1": [1]}, [example], layers=layers)
+    refuses(f"^Layer {layers[1].name} .*not finite", hp.repair, model, {"L1": [1]}, [example], layers=layers)
     assert hooks(model) == 0
 
 
@@ -109,8 +109,7 @@ def test_examples_packed_into_one_tensor_are_refused_in_a_line_or_compared() -> 
     model = randomise(Packed())
     packed = {"x": noise(12, WIDTH), "lengths": torch.tensor([3, 5, 4])}
     layers = hp.find_attention(model, packed)
-    with pytest.raises(hp.HeadPruneError, match="examples"):
-        hp.repair(model, {"L0": [0]}, [packed], layers=layers)
+    refuses("examples", hp.repair, model, {"L0": [0]}, [packed], layers=layers)
     several = [({"x": noise(12, WIDTH) + i, "lengths": torch.tensor([12])}, torch.zeros(1)) for i in range(4)]
     done = hp.repair(model, {"L0": [0]}, several, layers=layers)
     assert all(trial.before > 0 for trial in done.trials)

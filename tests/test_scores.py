@@ -14,6 +14,7 @@ from torch import nn
 
 import headprune as hp
 from tests.support.checks import hooks
+from tests.support.errors import refuses
 from tests.support.problems import (
     double,
     error_of,
@@ -162,12 +163,10 @@ def test_pairs_with_a_loss_function() -> None:
     torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-4, atol=1e-6)
     assert whole.unit == "loss added when the head is removed"  # and not nats: nobody knows what the function returns
     assert whole.signed
-    with pytest.raises(hp.HeadPruneError, match="not one loss per example"):
-        hp.score(model, [(x, y)], loss_fn=F.cross_entropy)
+    refuses("not one loss per example", hp.score, model, [(x, y)], loss_fn=F.cross_entropy)
     with pytest.raises(hp.HeadPruneError, match="loss_fn is str 'cross_entropy', which cannot be called"):
         hp.score(model, [(x, y)], loss_fn="cross_entropy")  # type: ignore[arg-type]
-    with pytest.raises(hp.HeadPruneError, match=r'A batch is a tuple.* such as {"x": inputs, "labels": labels}'):
-        hp.score(model, [(x, y)])
+    refuses(r'A batch is a tuple.* such as {"x": inputs, "labels": labels}', hp.score, model, [(x, y)])
 
 
 def test_the_model_is_left_alone() -> None:
@@ -241,7 +240,5 @@ def test_files_and_agreement(tmp_path: Path) -> None:
 def test_mistakes(method: str, seed: int, message: str) -> None:
     """Others are rows of `tests.support.bad_inputs`."""
     model, example = bert()
-    with pytest.raises(hp.HeadPruneError, match=message):
-        hp.score(model, [labelled(model, example)], method, seed=seed)
-    with pytest.raises(hp.HeadPruneError, match="no examples"):
-        hp.score(model, [])
+    refuses(message, hp.score, model, [labelled(model, example)], method, seed=seed)
+    refuses("no examples", hp.score, model, [])

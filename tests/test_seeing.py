@@ -11,6 +11,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from tests.support.errors import refuses
 from tests.support.stays import sliding
 from tests.support.zoo import ZOO, randomise, sizes, swin, t5, text, whisper
 
@@ -324,15 +325,11 @@ def test_never_a_whole_matrix_of_a_long_input(monkeypatch: pytest.MonkeyPatch) -
 def test_mistakes_and_layers_that_cannot_be_seen() -> None:
     model, example = ZOO["bert"]()
     layers = hp.find_attention(model, example)
-    with pytest.raises(hp.HeadPruneError, match="no examples to look at"):
-        hp.profile_heads(model, [])
-    with pytest.raises(hp.HeadPruneError, match="not a list of batches"):
-        hp.profile_heads(model, example)
-    with pytest.raises(hp.HeadPruneError, match="does not run"):
-        hp.attention_weights(model, {"input_ids": torch.tensor([[1000]])}, layers)
+    refuses("no examples to look at", hp.profile_heads, model, [])
+    refuses("not a list of batches", hp.profile_heads, model, example)
+    refuses("does not run", hp.attention_weights, model, {"input_ids": torch.tensor([[1000]])}, layers)
     other = hp.AttentionLayer("classifier", 9, "encoder", 4, 4, 8)
-    with pytest.raises(hp.HeadPruneError, match="cannot be seen"):
-        hp.profile_heads(model, [example], [other])
+    refuses("cannot be seen", hp.profile_heads, model, [example], [other])
     model.train()
     profiles = hp.profile_heads(model, [example], [*layers, other])
     assert model.training  # it is left as it was

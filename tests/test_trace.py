@@ -13,6 +13,7 @@ import headprune as hp
 from headprune.running import attributes_kept, restorer
 from tests.support import odd
 from tests.support.cases import answer, made, without
+from tests.support.errors import refuses
 from tests.support.plain import HEADS, SIZE, WIDTH, Attention, model_of, noise
 from tests.support.zoo import TorchEncoder, bert, gpt2, llama, randomise
 
@@ -112,8 +113,7 @@ def test_several_attentions_in_a_module_and_a_module_for_each_head() -> None:
     assert [(a.name, a.num_heads, a.prunable) for a in layers] == [
         *((f"0.heads.{i}", 1, False) for i in range(HEADS)), ("2", HEADS, True),
     ]  # fmt: skip
-    with pytest.raises(hp.HeadPruneError, match=r"0\.heads\.0 cannot be pruned: it is a head by itself"):
-        hp.prune(model, {"0.heads.0": [0]}, X)
+    refuses(r"0\.heads\.0 cannot be pruned: it is a head by itself", hp.prune, model, {"0.heads.0": [0]}, X)
 
 
 class Router(nn.Module):
@@ -132,8 +132,7 @@ class Router(nn.Module):
     (nn.Linear(2, 2), None, "not known what Linear takes"), ("gpt2", X, "not a torch.nn.Module"),
 ])  # fmt: skip
 def test_what_cannot_be_traced(model: Any, example: Any, message: str) -> None:
-    with pytest.raises(hp.HeadPruneError, match=message):
-        hp.find_attention(model, example)
+    refuses(message, hp.find_attention, model, example)
 
 
 def test_experts_of_a_mixture_are_no_heads() -> None:
@@ -267,8 +266,7 @@ def test_inference_mode() -> None:
                 lambda: hp.score(made_inside, batches, loss_fn=lambda out, _: out.sum((1, 2)), layers=layers),
                 lambda: hp.repair(made_inside, {"0": [1]}, batches, layers=layers),
             ):
-                with pytest.raises(hp.HeadPruneError, match="made in torch"):
-                    attempt()
+                refuses("made in torch", attempt)
     hp.prune(made_inside, {"0": [1]}, X, layers=layers)  # which takes no derivatives
     with torch.no_grad():
         assert made_inside(X).isfinite().all()
