@@ -15,31 +15,18 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.batches import Rows
 from headprune.conventions import find_label_use
-from tests.support.causal import (
-    Labelless,
-    OwnLoss,
-    Tensors,
-    Wrapped,
-    bart,
-    gemma3,
-    my_gpt,
-    own_loss,
-    regression,
-    singles,
-    texts,
-    tiny,
-    xlnet,
-)
+from tests.support import causal
+from tests.support.causal import Labelless, OwnLoss, Wrapped, my_gpt, own_loss, regression, singles, texts, tiny
 from tests.support.errors import refuses
 from tests.support.zoo import labelled, llama, randomise, t5, text, wav2vec2
 
 # (model, how far ahead the labels are that its own loss compares with)
 CAUSAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "gemma3": (gemma3, 1),
+    "gemma3": (causal.gemma3, 1),
     "llama": (lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**tiny())), 1),
     "subclass": (my_gpt, 1),
-    "bart": (bart, 0),
-    "xlnet": (xlnet, 0),
+    "bart": (causal.bart, 0),
+    "xlnet": (causal.xlnet, 0),
     "bert": (lambda: tf.BertForMaskedLM(tf.BertConfig(**tiny())), 0),
     "bert decoder": (lambda: tf.BertLMHeadModel(tf.BertConfig(**tiny(is_decoder=True))), 1),
 }
@@ -137,7 +124,7 @@ def test_evaluation_agrees_with_the_named_classes() -> None:
     plain = tf.GPT2LMHeadModel(model.config).eval()
     plain.load_state_dict(model.state_dict())
     expected = hp.evaluate(plain, [batch]).metrics
-    others = [model, Wrapped(plain), Labelless(plain), Tensors(plain), torch.compile(plain, backend="eager")]
+    others = [model, Wrapped(plain), Labelless(plain), causal.Tensors(plain), torch.compile(plain, backend="eager")]
     for other in others:
         assert hp.evaluate(other, [batch]).metrics == pytest.approx(expected), type(other).__name__
     scores = hp.score(plain, [batch], "gradient").flat()
@@ -492,7 +479,7 @@ def test_whole_numbers_for_real_ones() -> None:
 
 def test_scores_of_a_model_with_a_stand_in_are_its_own() -> None:
     """While scores are made, Gemma 3's image part has other names for its weights."""
-    model = randomise(gemma3())
+    model = randomise(causal.gemma3())
     batch = {"input_ids": torch.randint(3, 28, (2, 6)), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
     scores = hp.score(model, [{**batch, "labels": batch["input_ids"]}], "gradient")
     hp.plan(scores, 2).check_model(model)

@@ -13,19 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headprune as hp
+from tests.support import problems
 from tests.support.checks import hooks
 from tests.support.errors import refuses
-from tests.support.problems import (
-    double,
-    error_of,
-    output_weight,
-    per_example_loss,
-    quick,
-    scaled,
-    small,
-    split,
-    unlabelled,
-)
+from tests.support.problems import double, per_example_loss, quick, small, split
 from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, llama, randomise, sizes, t5, text, wav2vec2
 
 LOOKING = [  # at data
@@ -52,7 +43,7 @@ class Loss(nn.Module):
 
 def slope_of(model: nn.Module, layer: hp.AttentionLayer, head: int, row: dict[str, Any]) -> torch.Tensor:
     """dL/dxi of one example, by scaling the head's columns of W_O with a number that has a gradient."""
-    weight, plain = output_weight(model, layer)
+    weight, plain = problems.output_weight(model, layer)
     belongs = torch.zeros(weight.shape[1] if plain else weight.shape[0], dtype=weight.dtype)
     belongs[list(layer.output_projection.features[head])] = 1
     with torch.enable_grad():
@@ -75,13 +66,13 @@ def test_against_brute_force(name: str) -> None:
         dense = torch.stack([per_example_loss(model, r) for r in rows])
         for layer in (layers[0], layers[-1]):
             for head in range(layer.num_heads):
-                without = scaled(model, layer, head, 0.0)
+                without = problems.scaled(model, layer, head, 0.0)
                 effect = torch.stack([per_example_loss(without, r) for r in rows]) - dense
                 slope = torch.stack([slope_of(model, layer, head, r) for r in rows]).abs()
                 for scores, expected in ((ablation, effect), (gradient, slope)):
                     value, error = scores.values[layer.name][head], scores.stderr[layer.name][head]
                     torch.testing.assert_close(value, expected.mean(), rtol=1e-5, atol=1e-8)
-                    torch.testing.assert_close(error, error_of(expected[:, None])[0], rtol=1e-5, atol=1e-8)
+                    torch.testing.assert_close(error, problems.error_of(expected[:, None])[0], rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("method", MEANS)
@@ -134,7 +125,7 @@ def test_frames_of_padding_add_nothing(answers: str) -> None:
         {k: v[i : i + 1] if k == "labels" else v[i : i + 1, :n] for k, v in whole.items()}
         for i, n in enumerate(lengths)
     ]
-    layers = hp.find_attention(model, unlabelled([whole])[0])
+    layers = hp.find_attention(model, problems.unlabelled([whole])[0])
     for method in ("ablation", "mean-ablation", "resample-ablation", "entropy", "confidence", "output-norm"):
         together, each = (hp.score(model, batches, method, layers=layers).flat() for batches in ([whole], singles))
         torch.testing.assert_close(together, each, rtol=1e-3, atol=1e-5, msg=method)
@@ -145,7 +136,7 @@ def test_frames_of_padding_add_nothing(answers: str) -> None:
 def test_a_planted_dead_head_ranks_last(method: str, name: str) -> None:
     model, example = ZOO[name]()
     layers = hp.find_attention(model, example)
-    model = scaled(model, layers[1], 2, 0.0)
+    model = problems.scaled(model, layers[1], 2, 0.0)
     s = hp.score(model, [labelled(model, example)], method, layers=layers)
     assert s.values[layers[1].name][2].abs() < 1e-6
     assert s.flat().abs().argmin() == layers[0].num_heads + 2
