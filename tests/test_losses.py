@@ -67,9 +67,8 @@ def test_evaluation_measures_the_models_own_loss(name: str, left: bool) -> None:
 def test_half_precision_of_logits_that_say_little() -> None:
     """Both ways to compare give the model's own loss up to rounding, as Cohere's do with random weights: the nearer one counts."""
     model, batch = randomise(my_gpt()), texts()
-    with torch.no_grad():
-        model.transformer.ln_f.weight *= 0.02
-        model.transformer.ln_f.bias *= 0.02
+    model.transformer.ln_f.weight.data *= 0.02
+    model.transformer.ln_f.bias.data *= 0.02
     found = hp.evaluate(model.bfloat16(), [batch])
     assert found.tokens.tolist() == ((batch["labels"] != -100).sum(1) - 1).tolist()
 
@@ -102,8 +101,7 @@ def test_a_loss_that_labels_hardly_change_shows_no_convention() -> None:
 def test_a_small_term_of_a_loss_in_half_precision_is_no_rounding() -> None:
     """Of a model that is almost always right the loss is small, too."""
     model = Scaled(torch.bfloat16, 0.0015)
-    with torch.no_grad():
-        model.embed.weight.copy_(20 * torch.eye(50))
+    model.embed.weight.data = 20 * torch.eye(50, dtype=torch.bfloat16)
     batch = {name: torch.arange(18).view(2, 9) for name in ("input_ids", "labels")}
     assert find_label_use(model, [batch], Rows()).own
 
@@ -237,8 +235,7 @@ def test_a_tagger_of_tokens_without_a_loss() -> None:
     batch["labels"] = (batch["labels"] * 7 % 5).masked_fill(batch["labels"] == -100, -100)
     for inner in (my_gpt(), tf.BertForMaskedLM(tf.BertConfig(**tiny()))):
         model = Labelless(randomise(inner))
-        with torch.no_grad():
-            logits = model(batch["input_ids"], batch["attention_mask"]).logits
+        logits = model(batch["input_ids"], batch["attention_mask"]).logits
         own = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         assert hp.evaluate(model, [batch]).metrics["loss"] == pytest.approx(float(own), abs=1e-5)
 
@@ -259,10 +256,8 @@ def test_what_nothing_tells_is_refused() -> None:
         return F.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none").mean(1)
 
     given = hp.evaluate(model, [batch], loss_fn=loss_fn)
-    with torch.no_grad():
-        assert given.metrics == {
-            "loss": pytest.approx(float(loss_fn(model(batch["inputs_embeds"]), batch["labels"]).mean()))
-        }
+    own = float(loss_fn(model(batch["inputs_embeds"]), batch["labels"]).mean())
+    assert given.metrics == {"loss": pytest.approx(own)}
 
 
 # -- other tasks ----------------------------------------------------------------------------------
@@ -392,8 +387,7 @@ def test_a_loss_that_is_only_an_attribute_counts() -> None:
             return out
 
     model, batch = Attribute(randomise(my_gpt()), partial(reduced, "labels")), texts()
-    with torch.no_grad():
-        out = model(**batch)
+    out = model(**batch)
     assert "loss" not in out
     assert hp.evaluate(model, [batch]).metrics["loss"] == pytest.approx(float(out.loss), rel=1e-4)
 
@@ -443,20 +437,15 @@ def test_several_labels_at_once_are_still_classes() -> None:
     model = regression("multi_label_classification")
     batch = batch_of()
     batch["labels"] = (batch["labels"] > 0).float()
-    with torch.no_grad():
-        out = model(**batch)
-    found = hp.evaluate(model, [batch]).metrics
+    out, found = model(**batch), hp.evaluate(model, [batch]).metrics
     assert found["loss"] == pytest.approx(float(out.loss), rel=1e-5)
     assert found["accuracy"] == pytest.approx(float(((out.logits > 0) == (batch["labels"] > 0)).float().mean()))
 
 
-@pytest.mark.parametrize("labels", ["numbers", "zeros and ones"])
-def test_numbers_without_a_loss_to_compare_with(labels: str) -> None:
+def test_numbers_without_a_loss_to_compare_with() -> None:
     inner, batch = regression(), batch_of()
     model = Labelless(inner)  # has no config that says what it is
-    if labels == "numbers":
-        assert hp.evaluate(model, [batch]).metrics == pytest.approx(hp.evaluate(inner, [batch]).metrics)
-        return
+    assert hp.evaluate(model, [batch]).metrics == pytest.approx(hp.evaluate(inner, [batch]).metrics)
     batch["labels"] = (batch["labels"] > 0).float()
     refuses("numbers or several labels at once", hp.evaluate, model, [batch])
 

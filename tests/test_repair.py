@@ -277,10 +277,8 @@ def test_heads_that_give_nothing_and_layers_without_heads(ridge: float | None) -
     """A head's values are all zero: nothing to attend to but what is made anew. And a layer with a bias at most."""
     model, example = brute.model_of("bert")
     attention: Any = model.bert.encoder.layer[0].attention  # type: ignore[union-attr, index]
-    with torch.no_grad():
-        attention.self.value.weight[:8] = 0
-        attention.self.value.bias[:8] = 0
-        attention.output.dense.weight[:, :8] = 0
+    for weight in (attention.self.value.weight, attention.self.value.bias, attention.output.dense.weight.T):
+        weight.data[:8] = 0
     drop = {"L0": [1], "L1": [0, 1, 2, 3]}
     mended, done = brute.repaired(model, drop, example, ridge=ridge, mixtures=False, answers=False)
     assert any(trial.kept for trial in done.trials)

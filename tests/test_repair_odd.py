@@ -83,16 +83,14 @@ def test_weights_not_in_memory_are_left_alone() -> None:
 def test_what_is_not_finite_is_told(value: float) -> None:
     model, example = brute.model_of("bert")
     layers = hp.find_attention(model, example)
-    with torch.no_grad():
-        model.bert.encoder.layer[1].attention.self.value.bias[3] = value  # type: ignore[union-attr, index]
+    model.bert.encoder.layer[1].attention.self.value.bias.data[3] = value  # type: ignore[union-attr, index]
     refuses(f"^Layer {layers[1].name} .*not finite", hp.repair, model, {"L1": [1]}, [example], layers=layers)
     assert hooks(model) == 0
 
 
 def test_a_layer_that_does_not_matter_has_nothing_to_be_fitted_to() -> None:
     model, batches = small()
-    with torch.no_grad():
-        model.classifier.weight.zero_()  # type: ignore[union-attr, operator]
+    model.classifier.weight.data.zero_()  # type: ignore[union-attr, operator]
     _, done = brute.repaired(model, {"L0": [1], "L1": [0]}, *batches)
     assert (done.layers, done.trials) == ({}, ())
 

@@ -71,8 +71,7 @@ def test_output_norm_against_slices_of_the_output_projection(name: str) -> None:
     for a in s.layers:
         module = model.get_submodule(a.output_projection.module)
         module.register_forward_pre_hook(lambda m, args, n=a.name: seen.update({n: args[0]}))
-    with torch.no_grad():
-        model(**batch)
+    model(**batch)
     for layer in s.layers:
         weight, plain = output_weight(model, layer)
         matrix = weight.detach() if plain else weight.detach().T
@@ -154,8 +153,7 @@ def test_heads_without_an_output_projection() -> None:
     assert s.details["norm_before_output_projection"] == [layer.name for layer in s.layers]
     outputs: list[Tensor] = []
     model.blocks[0]["attn"].register_forward_hook(lambda m, a, out: outputs.append(out))
-    with torch.no_grad():
-        model(ids)
+    model(ids)
     expected = outputs[0].view(3, 8, 4, 8).norm(dim=-1).mean((0, 1)).double()
     torch.testing.assert_close(s.values["blocks.0.attn"], expected, rtol=1e-5, atol=1e-7)
     with pytest.raises(hp.HeadPruneError, match=r"Layer blocks\.0\.attn: no columns of an output projection"):
@@ -200,8 +198,7 @@ def test_calls_of_a_shared_layer_are_averaged() -> None:
     batch = labelled(model, text())
     s = score(model, batch, "entropy")
     assert len(s.layers) == 1
-    with torch.no_grad():
-        each = model(**batch, output_attentions=True).attentions
+    each = model(**batch, output_attentions=True).attentions
     values = torch.stack([STATISTICS["entropy"](w) for w in each]).mean(0)
     rows = mean_over_tokens(values, batch["attention_mask"] == 1)
     torch.testing.assert_close(s.flat(), rows.mean(0).double(), rtol=1e-4, atol=1e-6)

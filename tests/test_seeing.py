@@ -33,8 +33,7 @@ def test_weights_are_those_that_eager_attention_returns(name: str) -> None:
     model, example = MODELS[name]() if name == "gpt_oss" else MODELS[name]("sdpa")
     eager, _ = MODELS[name]("eager")
     eager.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        out = eager(**example, output_attentions=True)
+    out = eager(**example, output_attentions=True)
     kinds = {layer.name: layer.kind for layer in hp.find_attention(model, example)}
     left = {kind: iter(out.get(f"{kind}_attentions", out.get("attentions"))) for kind in kinds.values()}
     for layer, weights in hp.attention_weights(model, example).items():
@@ -68,8 +67,8 @@ def test_weights_of_plain_modules(name: str) -> None:
 
 def test_windows_stand_one_behind_the_other_and_are_grids() -> None:
     model, example = swin()
-    with torch.no_grad():  # of the last layer: [images * windows, heads, queries, keys]
-        expected = swin("eager")[0](**example, output_attentions=True).attentions[0].view(2, 4, 4, 16, 16)
+    # Of the last layer: [images * windows, heads, queries, keys].
+    expected = swin("eager")[0](**example, output_attentions=True).attentions[0].view(2, 4, 4, 16, 16)
     first, *_, last = hp.attention_weights(model, example).values()
     torch.testing.assert_close(last, expected.transpose(1, 2).flatten(2, 3), rtol=1e-4, atol=1e-5)
     at = torch.tensor([divmod(i, 4) for i in range(16)]).float()

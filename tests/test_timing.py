@@ -232,8 +232,7 @@ def test_generated_tokens_and_their_cache(make: Any) -> None:
     assert written[:5] == model.generate(**example, **end)[0, -5:].tolist()
     for name, each in models.items():
         given = {**example, "decoder_input_ids": torch.zeros(2, 1, dtype=torch.long)} if seq2seq else example
-        with torch.no_grad():
-            cache = each(**given, use_cache=True).past_key_values
+        cache = each(**given, use_cache=True).past_key_values
         own = cache.self_attention_cache if seq2seq else cache
         size = sum(t.numel() * t.element_size() for layer in own.layers for t in (layer.keys, layer.values))
         assert row.cache[name] == size / given["decoder_input_ids" if seq2seq else "input_ids"].numel()
