@@ -46,8 +46,8 @@ def test_against_brute_force(name: str) -> None:
             for head in range(layer.num_heads):
                 without = scaled(model, layer, head, 0.0)
                 effect = torch.stack([per_example_loss(without, r) for r in rows]) - dense
-                more, less = (scaled(model, layer, head, 1 + step) for step in (1e-4, -1e-4))
-                slope = torch.stack([per_example_loss(more, r) - per_example_loss(less, r) for r in rows]).abs() / 2e-4
+                more, less = (scaled(model, layer, head, 1 + step) for step in (1e-6, -1e-6))
+                slope = torch.stack([per_example_loss(more, r) - per_example_loss(less, r) for r in rows]).abs() / 2e-6
                 for scores, expected in ((ablation, effect), (gradient, slope)):
                     value, error = scores.values[layer.name][head], scores.stderr[layer.name][head]
                     torch.testing.assert_close(value, expected.mean(), rtol=1e-5, atol=1e-8)
