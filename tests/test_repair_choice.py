@@ -463,8 +463,7 @@ class Scaled(nn.Module):
 
 
 class Adapted(Attention):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.o = Scaled()  # type: ignore[assignment]
 
 

@@ -169,8 +169,7 @@ def test_a_ghost_is_no_head() -> None:
 class Remembering(Attention):
     """Writes into a buffer, replaces one, appends to a list, and notes its output."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.cache, self.last, self.maps = nn.Buffer(torch.zeros(4, HEADS, 16, 8)), nn.Buffer(torch.zeros(1)), []
 
     def forward(self, x: Tensor) -> Tensor:
