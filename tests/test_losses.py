@@ -455,8 +455,7 @@ def test_whole_numbers_for_real_ones() -> None:
     batch = batch_of()
     batch["labels"] = batch["labels"].round().long().clamp(0, 1)
     model = regression()
-    own = own_loss(model, batch)
-    assert hp.evaluate(model, [batch]).metrics == {"loss": pytest.approx(own, rel=1e-5)}
+    assert hp.evaluate(model, [batch]).metrics == {"loss": pytest.approx(own_loss(model, batch), rel=1e-5)}
     for ask in (hp.evaluate, hp.score):
         with pytest.raises(hp.HeadPruneError, match="does not run on an example with these labels") as caught:
             ask(regression("multi_label_classification"), [batch])
@@ -470,5 +469,4 @@ def test_scores_of_a_model_with_a_stand_in_are_its_own() -> None:
     """While scores are made, Gemma 3's image part has other names for its weights."""
     model = randomise(causal.gemma3())
     batch = {"input_ids": torch.randint(3, 28, (2, 6)), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
-    scores = hp.score(model, [{**batch, "labels": batch["input_ids"]}], "gradient")
-    hp.plan(scores, 2).check_model(model)
+    hp.plan(hp.score(model, [{**batch, "labels": batch["input_ids"]}], "gradient"), 2).check_model(model)

@@ -30,8 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         max_position_embeddings=64, id2label={0: EVIL, 1: f"{EVIL}2"}, label2id={EVIL: 0, f"{EVIL}2": 1},
     )  # fmt: skip
     randomise(tf.BertForSequenceClassification(config)).save_pretrained(model)
-    words = tokenizer()
-    words.save_pretrained(model)
+    tokenizer().save_pretrained(model)
     document = json.loads((model / "tokenizer.json").read_text())
     vocabulary = document["model"]["vocab"]
     for token, old in ((f"{SCRIPT}x", "one"), ("[red]", "two"), ("`|`", "three")):  # tokens of the model's own

@@ -194,8 +194,7 @@ def test_numbers_of_heads(keep: Any, total: int, asked: int) -> None:
     ("inf", 72, "not a number", ""),
 ])  # fmt: skip
 def test_impossible_numbers_of_heads(keep: Any, total: int, message: str, hint: str) -> None:
-    refused = refuses(message, hp.plan, scores_of([(total, total)], [0.0] * total), keep)
-    assert refused.hint.endswith(hint)
+    assert refuses(message, hp.plan, scores_of([(total, total)], [0.0] * total), keep).hint.endswith(hint)
 
 
 # -- pairs of heads -----------------------------------------------------------------------------------
@@ -251,8 +250,7 @@ def test_swap_undoes_what_greed_did() -> None:
 def test_a_plan_of_a_model() -> None:
     model, example = llama()
     scores = hp.score(model, [labelled(model, example)], "gradient")
-    plan = hp.plan(scores, 10, protect="L1", min_heads_per_layer=2)
-    hp.prune(model, plan, example)
+    hp.prune(model, hp.plan(scores, 10, protect="L1", min_heads_per_layer=2), example)
     left = {layer.name: layer.num_heads for layer in hp.find_attention(model, example)}
     assert left["model.layers.1.self_attn"] == 6
     assert min(left.values()) >= 2
@@ -298,8 +296,7 @@ def test_a_plan_edited_by_hand(tmp_path: Path) -> None:
     document = {**plan.to_json(), "drop": {"L2": [3], layers[0].name: [2, 0]}}
     named = hp.PruningPlan.load(edited(path, **document)).on(layers)
     assert named == hp.PruningPlan({layers[0].name: [0, 2], layers[2].name: [3]}, 9, 12, 9, model=plan.model)
-    bare = hp.PruningPlan.load(edited(path, {"L0": [0, 2], "L2": [3]}))
-    hp.prune(model, bare, example)
+    hp.prune(model, hp.PruningPlan.load(edited(path, {"L0": [0, 2], "L2": [3]})), example)
     assert [layer.num_heads for layer in hp.find_attention(model, example)] == [2, 4, 3]
 
 
@@ -312,8 +309,7 @@ def test_wrong_edits_name_the_layer_and_the_head(drop: object, message: str, tmp
     """More of them are in `tests.support.bad_inputs`."""
     layers = hp.find_attention(*llama())
     path = edited(tmp_path / "plan.json", drop)
-    refused = refuses(message, lambda: hp.PruningPlan.load(path).on(layers))
-    assert "\n" not in str(refused)
+    assert "\n" not in str(refuses(message, lambda: hp.PruningPlan.load(path).on(layers)))
 
 
 def test_older_plans(tmp_path: Path) -> None:

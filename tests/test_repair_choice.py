@@ -277,8 +277,7 @@ def moved(start: nn.Module, mended: nn.Module, layers: Sequence[hp.AttentionLaye
         kept = brute.columns_of(layer, brute.kept_heads(layer, drop))
         (old, old_bias), (new, new_bias) = brute.output_of(start, layer), brute.output_of(mended, layer)
         parts.append(torch.cat([(new - old)[kept], (new_bias - old_bias)[None]]).flatten())  # type: ignore[operator]
-        gone = brute.columns_of(layer, drop[layer.name])
-        assert not new[gone].any()
+        assert not new[brute.columns_of(layer, drop[layer.name])].any()
     return torch.cat(parts)
 
 
@@ -629,8 +628,7 @@ def test_repaired_pruned_saved_loaded_and_again(name: str, drop: Any, tmp_path: 
     model, example = brute.model_of(name)
     model = model.float()
     for _ in range(2):
-        done = hp.repair(model, drop, [example], choose=[brute.repeated(example)], ridge=0.3)
-        assert done.trials[0].kept
+        assert hp.repair(model, drop, [example], choose=[brute.repeated(example)], ridge=0.3).trials[0].kept
         whole = model(**example).logits
         hp.prune(model, drop, example)
         torch.testing.assert_close(model(**example).logits, whole, rtol=1e-3, atol=1e-3)

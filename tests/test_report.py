@@ -469,8 +469,7 @@ def test_the_verdict(name: str, report: Any) -> None:
     assert headline in text.split("**")[1]
     (line,) = re.findall(r"^- ((?:None is r|R)ecommended.*)$", text, re.M)
     assert rule in line
-    strong = re.findall(r"^\| \*\*(\d)\*\* \|", text, re.M)
-    assert strong == re.findall(r"Recommended: (\d)", line)
+    assert re.findall(r"^\| \*\*(\d)\*\* \|", text, re.M) == re.findall(r"Recommended: (\d)", line)
 
 
 def test_what_was_changed_beside_the_removal_and_where_it_was_timed(report: Any) -> None:

@@ -448,8 +448,7 @@ def test_counted_budgets_are_met_with_as_many_heads_as_can_be(
     assert [plan.kept for plan in plans] == [4, 1, 4, 5]  # to the last parameter or operation
     check_nested(plans)
     for plan in plans[2:]:
-        smaller = pruned(model, plan.drop, batches[0])
-        assert count(smaller, batches[0]) == dense - (6 - plan.kept) * HEAD[kind]
+        assert count(pruned(model, plan.drop, batches[0]), batches[0]) == dense - (6 - plan.kept) * HEAD[kind]
     assert count(model, batches[0]) == dense
 
 

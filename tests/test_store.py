@@ -62,8 +62,7 @@ def test_an_interrupted_scoring_gives_what_a_whole_one_gives(method: str, tmp_pa
             score(work=tmp_path, progress=stopping_after(stop))
     said: list[str] = []
     assert list(tmp_path.glob("*/*.part"))
-    found = score(work=Store(tmp_path, said.append))
-    assert found.to_json() == whole.to_json()
+    assert score(work=Store(tmp_path, said.append)).to_json() == whole.to_json()
     assert "continuing with" in said[0]
 
 
@@ -98,8 +97,7 @@ def flipped(path: Path) -> None:
 
 def of_another(path: Path) -> None:
     """Whole, under the name of another part."""
-    other = next(p for p in path.parent.glob("*.part") if p != path)
-    path.write_bytes(other.read_bytes())
+    path.write_bytes(next(p for p in path.parent.glob("*.part") if p != path).read_bytes())
 
 
 @pytest.mark.parametrize("damage", [flipped, of_another, lambda path: path.write_bytes(path.read_bytes()[:-7])])

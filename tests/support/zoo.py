@@ -151,8 +151,7 @@ class TorchEncoder(nn.Module):
     def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
         if not self.batch_first:
             x = x.transpose(0, 1)
-        hidden = self.encoder(x, src_key_padding_mask=padding)
-        return self.head(hidden.mean(1 if self.batch_first else 0))
+        return self.head(self.encoder(x, src_key_padding_mask=padding).mean(1 if self.batch_first else 0))
 
 
 def mha(attention: str = "sdpa") -> Made:
