@@ -43,8 +43,8 @@ def sizes(attention: str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bert(attention: str = "sdpa") -> Made:
-    return randomise(tf.BertForSequenceClassification(tf.BertConfig(**sizes(attention)))), text()
+def bert(attention: str = "sdpa", **more: Any) -> Made:
+    return randomise(tf.BertForSequenceClassification(tf.BertConfig(**sizes(attention, **more)))), text()
 
 
 def roberta(attention: str = "sdpa") -> Made:
@@ -71,10 +71,9 @@ def gpt2(attention: str = "sdpa") -> Made:
     return randomise(tf.GPT2LMHeadModel(config)), text()
 
 
-def llama(attention: str = "sdpa") -> Made:
-    config = tf.LlamaConfig(
-        **sizes(attention, hidden_size=48, num_attention_heads=6, num_key_value_heads=3, head_dim=8)
-    )
+def llama(attention: str = "sdpa", **more: Any) -> Made:
+    own = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, **more}
+    config = tf.LlamaConfig(**sizes(attention, **own))
     return randomise(tf.LlamaForCausalLM(config)), text()
 
 
@@ -94,13 +93,11 @@ def vit(attention: str = "sdpa") -> Made:
     }
 
 
-def t5(attention: str = "sdpa") -> Made:
+def t5(attention: str = "sdpa", **more: Any) -> Made:
     if not tf.T5ForConditionalGeneration._supports_sdpa:  # transformers 5.0
         attention = "eager"
-    config = tf.T5Config(
-        vocab_size=100, d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=48, decoder_start_token_id=0,
-        attn_implementation=attention,
-    )  # fmt: skip
+    own = {"vocab_size": 100, "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48, **more}
+    config = tf.T5Config(**own, decoder_start_token_id=0, attn_implementation=attention)
     return randomise(tf.T5ForConditionalGeneration(config)), text(decoder=5)
 
 
@@ -171,13 +168,6 @@ ZOO: dict[str, Callable[..., Made]] = {
     "bert": bert, "roberta": roberta, "distilbert": distilbert, "electra": electra, "gpt2": gpt2, "llama": llama,
     "qwen3": qwen3, "vit": vit, "t5": t5, "mha": mha, "torch_transformer": torch_transformer,
 }  # fmt: skip
-
-CASES = [
-    (name, attention)
-    for name in ZOO
-    for attention in ("sdpa", "eager")
-    if attention == "sdpa" or name not in ("mha", "torch_transformer")
-]
 
 
 def labelled(model: nn.Module, example: Any, seed: int = 2) -> dict[str, torch.Tensor]:
