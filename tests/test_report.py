@@ -75,11 +75,6 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         "differ by at most 1.0e-07 of their largest value (allowed: 1e-04) from those of the same model",
         "its outputs are exactly those of the model in memory", "2 threads,", "for at least 20 rounds. So was the limit",
     ], ["## Repair", "The run uses one order", "Where the time goes", "Written text", "last step"]),
-    "exact, and a reload that is not": (
-        with_budget(proof={**METRICS["budgets"][0]["proof"], "difference": 0.0, "reload_difference": 3e-6}),
-        ["outputs are exactly those of the same model with these heads masked", "differ by at most 3.0e-06 of their largest value from"],
-        ["0.0e+00"],
-    ),
     "ghosts": ({**with_budget(proof={**METRICS["budgets"][0]["proof"], "ghosts": [LAYER.name]}),
                 "latency": {**METRICS["latency"], "bound_ghosts": 1}},
                [f"keep one head (or group) with zero output for the cache: `{LAYER.name}`", "In 1 of its layers"], []),

@@ -47,21 +47,11 @@ def bert(attention: str = "sdpa", **more: Any) -> Made:
     return randomise(tf.BertForSequenceClassification(tf.BertConfig(**sizes(attention, **more)))), text()
 
 
-def roberta(attention: str = "sdpa") -> Made:
-    config = tf.RobertaConfig(**sizes(attention, max_position_embeddings=40))
-    return randomise(tf.RobertaForSequenceClassification(config)), text()
-
-
 def distilbert(attention: str = "sdpa") -> Made:
     config = tf.DistilBertConfig(
         vocab_size=100, dim=32, n_heads=4, n_layers=3, hidden_dim=48, attn_implementation=attention
     )
     return randomise(tf.DistilBertForSequenceClassification(config)), text()
-
-
-def electra(attention: str = "sdpa") -> Made:
-    config = tf.ElectraConfig(**sizes(attention, embedding_size=16))
-    return randomise(tf.ElectraForSequenceClassification(config)), text()
 
 
 def gpt2(attention: str = "sdpa") -> Made:
@@ -165,8 +155,8 @@ def torch_transformer(attention: str = "sdpa") -> Made:
 
 
 ZOO: dict[str, Callable[..., Made]] = {
-    "bert": bert, "roberta": roberta, "distilbert": distilbert, "electra": electra, "gpt2": gpt2, "llama": llama,
-    "qwen3": qwen3, "vit": vit, "t5": t5, "mha": mha, "torch_transformer": torch_transformer,
+    "bert": bert, "distilbert": distilbert, "gpt2": gpt2, "llama": llama, "qwen3": qwen3, "vit": vit,
+    "t5": t5, "mha": mha, "torch_transformer": torch_transformer,
 }  # fmt: skip
 
 
