@@ -71,7 +71,7 @@ def test_batch_size_and_order_do_not_matter(method: str, name: str) -> None:
     batch = labelled(model, example)
     shuffled = {k: v[[2, 0, 3, 1]] for k, v in batch.items()}
     method_ = quick(method, "steps=8")  # how many points a path needs is seen batch by batch
-    layers = hp.find_attention(model, example)
+    layers = hp.find_attention(model, example)[1:4]  # of T5 one of each kind
     reference = hp.score(model, split(batch, 1), method_, layers=layers)
     others = [split(batch, 3), split(batch, 4), split(shuffled, 2)]
     for other in others[:2] if method == "resample-ablation" else others:  # which draws by the number of the example
@@ -88,7 +88,7 @@ def traced_llama() -> tuple[nn.Module, list[hp.AttentionLayer]]:
 
 
 @pytest.mark.parametrize("method", EFFECTS)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(extra=st.integers(1, 6), rows=st.integers(1, 4), length=st.integers(2, 9), left=st.booleans())
 def test_padding_adds_nothing(method: str, extra: int, rows: int, length: int, left: bool) -> None:
     """On either side: on the left, a label of the text's first token would be one that only padding predicts."""
@@ -120,7 +120,7 @@ def test_frames_of_padding_add_nothing(answers: str) -> None:
 
 
 @pytest.mark.parametrize("method", WEIGHING)
-@pytest.mark.parametrize("name", ["bert", "vit", "llama"])
+@pytest.mark.parametrize("name", ["vit", "llama"])
 def test_a_planted_dead_head_ranks_last(method: str, name: str) -> None:
     model, example = ZOO[name]()
     layers = hp.find_attention(model, example)
