@@ -19,7 +19,7 @@ from tests.support.checks import hooks
 from tests.support.odd import Convolutions
 from tests.support.plain import WIDTH, Attention, model_of, noise
 from tests.support.problems import TokensFirst, double, error_of, output_weight, planted, quick, small, without
-from tests.support.textbook import Classifier, HeadsFirst, MinGPT, made
+from tests.support.textbook import MinGPT, made
 from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, llama, randomise, text
 
 
@@ -331,14 +331,9 @@ def cross_entropy(out: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["linear names", "d2l", "mingpt", "encoder-decoder", "heads first", "torch"])
 def test_textbook_classes(name: str, method: str) -> None:
     """Heads in the batch dimension, as D2L and others have them, in one batch and one by one."""
-    x = torch.randn(3, 6, 32, generator=torch.Generator().manual_seed(0))
-    if name == "heads first":
-        torch.manual_seed(0)
-        model, example = randomise(Classifier(HeadsFirst(), HeadsFirst(), 32, 3)), x
-    elif name == "torch":
-        model, example = randomise(TorchEncoder(batch_first=False)), x
-    else:
-        model, example = made(name)
+    model, example = made("heads first" if name == "torch" else name)
+    if name == "torch":
+        model = randomise(TorchEncoder(batch_first=False))
     inputs = example if isinstance(example, tuple) else (example,)
     tokens = {"encoder-decoder": 5, "mingpt": 8}.get(name)
     labels = torch.randint(0, 3, (3, tokens) if tokens else (3,), generator=torch.Generator().manual_seed(0))
