@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
 
@@ -47,10 +46,6 @@ class Case:
         return inputs
 
 
-def _cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(output, labels, reduction="none")
-
-
 def made(name: str, rows: int = 4) -> Case:
     """A model of a family; its batches have ``rows`` examples, and the last one fewer."""
     model, _ = zoo.ZOO[name]()
@@ -67,7 +62,7 @@ def made(name: str, rows: int = 4) -> Case:
             batches.append(zoo.labelled(model, images, seed=i))
         else:
             batches.append(zoo.labelled(model, zoo.text(count, 7, seed=i), seed=i))
-    return Case(model, batches, _cross_entropy if name == "mha" else None)
+    return Case(model, batches, problems.cross_entropy if name == "mha" else None)
 
 
 REAL = os.environ.get("HEADPRUNE_TEST_DEVICE") == "cuda"

@@ -23,7 +23,7 @@ from tests.support.checks import hooks
 from tests.support.errors import refuses
 from tests.support.families import built
 from tests.support.plain import WIDTH, Attention
-from tests.support.problems import double, per_example_loss, quick, scaled, small, split, unlabelled
+from tests.support.problems import cross_entropy, double, per_example_loss, quick, scaled, small, split, unlabelled
 from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, llama, randomise, sizes, t5, text, wav2vec2
 
 LOOKING = [  # at data
@@ -137,12 +137,8 @@ def test_a_planted_dead_head_ranks_last(method: str, name: str) -> None:
 def test_pairs_with_a_loss_function() -> None:
     model = randomise(TorchEncoder())
     x, y = torch.randn(6, 5, 32), torch.randint(0, 3, (6,))
-
-    def loss_fn(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(out, labels, reduction="none")
-
-    whole = hp.score(model, [(x, y)], "ablation", loss_fn=loss_fn)
-    parts = hp.score(model, [(x[:2], y[:2]), (x[2:], y[2:])], "ablation", loss_fn=loss_fn)
+    whole = hp.score(model, [(x, y)], "ablation", loss_fn=cross_entropy)
+    parts = hp.score(model, [(x[:2], y[:2]), (x[2:], y[2:])], "ablation", loss_fn=cross_entropy)
     torch.testing.assert_close(whole.flat(), parts.flat(), rtol=1e-4, atol=1e-6)
     assert whole.unit == "loss added when the head is removed"  # and not nats: nobody knows what the function returns
     assert whole.signed
@@ -241,10 +237,6 @@ class Plain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.between(x + self.first(x))
         return self.head((x + self.second(x)).mean(1))
-
-
-def cross_entropy(output: Any, labels: Tensor) -> Tensor:
-    return F.cross_entropy(getattr(output, "logits", output), labels, reduction="none")
 
 
 def pair(rows: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:

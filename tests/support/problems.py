@@ -32,6 +32,11 @@ def double(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
 
 
+def cross_entropy(output: Any, labels: Tensor) -> Tensor:
+    """Of every example."""
+    return F.cross_entropy(getattr(output, "logits", output), labels, reduction="none")
+
+
 class Sum(nn.Module):
     """Attention whose heads write to outputs of their own, so that each adds to the loss alone."""
 
