@@ -15,31 +15,9 @@ from tests.support import odd
 from tests.support.cases import answer, made, without
 from tests.support.errors import refuses
 from tests.support.plain import HEADS, SIZE, WIDTH, Attention, model_of, noise
-from tests.support.zoo import TorchEncoder, bert, gpt2, llama, randomise
+from tests.support.zoo import TorchEncoder, bert, gpt2, randomise
 
 X = noise(2, 5, WIDTH)
-
-
-def test_features_of_separate_fused_and_shared_projections() -> None:
-    rows = tuple(tuple(range(8 * h, 8 * h + 8)) for h in range(4))
-    layer = hp.find_attention(*bert())[1]
-    assert layer.name == "bert.encoder.layer.1.attention.self"
-    assert layer.output_projection.features == rows
-    found = {p.module.rsplit(".", 1)[1]: p.features for p in layer.projections}
-    assert found == dict.fromkeys(("query", "key", "value"), rows)
-    for attention in ("sdpa", "eager"):
-        (fused,) = hp.find_attention(*gpt2(attention))[0].projections
-        assert fused.features == tuple(tuple(i + 32 * part for part in range(3) for i in row) for row in rows)
-    grouped = hp.find_attention(*llama())[0]
-    assert grouped.units == ((0, 1), (2, 3), (4, 5))
-    key = next(p for p in grouped.projections if p.module.endswith("k_proj"))
-    assert [f[0] for f in key.features] == [0, 0, 8, 8, 16, 16]
-    assert hp.find_attention(*made("Interleaved"))[0].units == ((0, 2), (1, 3))
-    olmo, example = made("olmo2")
-    assert {s.module.rpartition(".")[2] for s in hp.find_attention(olmo, example)[0].selections} == {"q_norm", "k_norm"}
-    whole = olmo.layers[0].self_attn.q_norm.weight.numel()
-    hp.prune(olmo, {"layers.0.self_attn": [1]}, example)
-    assert olmo.layers[0].self_attn.q_norm.weight.numel() == whole  # a norm over all heads keeps its width
 
 
 @pytest.mark.parametrize(("kind", "reason"), [
