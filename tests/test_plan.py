@@ -156,7 +156,6 @@ def test_plans_by_hand(scores: hp.HeadScores, keep: int, options: dict[str, Any]
     (replace(EVEN, values={**EVEN.values, "l1": EVEN.values["l1"] * torch.nan}), 3, {}, "not finite", "Score the model again"),
     *((EVEN, 3, {"strategy": name}, f"The strategy {name} runs the model", "headprune.search(model") for name in ("auto", "re-scored", "compensated", "greedy")),
     (EVEN, 3, {"protect": "L9"}, "no attention layer named 'L9'", "layers L0 to L2"), (EVEN, 3, {"protect": "H1"}, "no attention layer", ""),
-    (EVEN, 3, {"protect": "L0.7"}, "no attention layer named 'L0.7'", ""), (EVEN, 3, {"protect": "L9.H0"}, "named 'L9'", "layers L0 to L2"),
     (EVEN, 3, {"protect": "L0.H4"}, "Layer l0 has no head 4", "It has 4: 0 to 3."),
 ])  # fmt: skip
 def test_what_cannot_be_planned(scores: Any, keep: int, options: dict[str, Any], message: str, hint: str) -> None:

@@ -609,8 +609,7 @@ def test_a_time_limit() -> None:
 
 
 def test_normalised_scores() -> None:
-    model, example = bert()
-    batch = labelled(model, example)
+    model, batch = double("bert")
     plain, unit = (hp.score(model, [batch], method) for method in ("gradient", "gradient:normalise"))
     for layer in plain.layers:
         norm = plain.values[layer.name].norm()
@@ -620,8 +619,7 @@ def test_normalised_scores() -> None:
 
 
 def test_fisher_and_signed_gradient_come_from_one_examples_gradients() -> None:
-    model, example = bert()
-    batch = labelled(model, example)
+    model, batch = double("bert")
     rows = [hp.score(model, [r], "signed-gradient").flat() for r in split(batch, 1)]
     each = torch.stack(rows)
     signed, fisher = hp.score(model, [batch], "signed-gradient"), hp.score(model, [batch], "fisher")
@@ -777,8 +775,7 @@ def counted(module: nn.Module) -> list[int]:
 
 
 def test_a_replay_runs_only_what_comes_after_the_gate() -> None:
-    model, example = bert()
-    batch, ran = labelled(model, example), list[int]()
+    (model, batch), ran = double("bert"), list[int]()
     for i, block in enumerate(model.bert.encoder.layer):
         block.register_forward_pre_hook(lambda _, args, i=i: ran.extend([i] * len(args[0])))
     runs = []
@@ -791,8 +788,7 @@ def test_a_replay_runs_only_what_comes_after_the_gate() -> None:
 
 
 def test_memory_that_runs_out_halves_the_stack() -> None:
-    model, example = bert()
-    batch = labelled(model, example)
+    model, batch = double("bert")
     expected = hp.score(model, [batch], "ablation")
 
     def note(_: nn.Module, args: Any) -> None:

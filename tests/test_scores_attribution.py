@@ -15,10 +15,11 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.scoring.learned import _relaxed
 from headprune.scoring.sampled import inclusion
+from tests.support.brute import output_of
 from tests.support.checks import hooks
 from tests.support.odd import Convolutions
 from tests.support.plain import WIDTH, Attention, model_of, noise
-from tests.support.problems import TokensFirst, double, error_of, output_weight, planted, quick, small, without
+from tests.support.problems import TokensFirst, double, error_of, planted, quick, small, without
 from tests.support.textbook import MinGPT, made
 from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, llama, randomise, text
 
@@ -188,7 +189,7 @@ def test_planted_heads(method: str, keep: int | None, seed: int) -> None:
     assert "one training run" in s.details["stderr"]
 
 
-@pytest.mark.parametrize("keep", [None, 1, 2, 5, 8])
+@pytest.mark.parametrize("keep", [None, 1, 5])
 def test_l0_keeps_as_many_as_it_is_told(keep: int | None) -> None:
     model, batches, loss_fn = planted(DEAD, STRONG)
     scores = hp.score(model, batches, f"l0:keep={keep},sparsity=9" if keep else "l0", loss_fn=loss_fn)
@@ -287,9 +288,8 @@ def test_output_norm_against_slices_of_the_output_projection(name: str) -> None:
         module.register_forward_pre_hook(lambda m, args, n=a.name: seen.update({n: args[0]}))
     model(**batch)
     for layer in s.layers:
-        weight, plain = output_weight(model, layer)
-        matrix = weight.detach() if plain else weight.detach().T
-        added = [seen[layer.name][..., list(own)] @ matrix[:, list(own)].T for own in layer.output_projection.features]
+        matrix, _ = output_of(model, layer)
+        added = [seen[layer.name][..., list(own)] @ matrix[list(own)] for own in layer.output_projection.features]
         norms = torch.stack([(x**2).sum(-1).sqrt() for x in added], dim=1)
         rows = mean_over_tokens(norms, real_of(batch, layer, norms))
         torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-9, atol=1e-12)
@@ -301,10 +301,9 @@ def test_weight_norm_against_slices_of_the_output_projection(name: str) -> None:
     model, batch = double(name)
     s = score(model, batch, "weight-norm")
     for layer in s.layers:
-        weight, plain = output_weight(model, layer)
+        matrix, _ = output_of(model, layer)
         for head, own in enumerate(layer.output_projection.features):
-            part = weight[:, list(own)] if plain else weight[list(own)]
-            torch.testing.assert_close(s.values[layer.name][head], (part.detach() ** 2).sum().sqrt())
+            torch.testing.assert_close(s.values[layer.name][head], (matrix[list(own)] ** 2).sum().sqrt())
     assert s.flat_stderr().isnan().all()
     assert "does not look at data" in s.details["stderr"]
 

@@ -134,16 +134,6 @@ def test_one_token_cannot_tell_a_direction() -> None:
     assert {layer.bypass for layer in hp.find_attention(gpt2()[0], one)} == {"ghost"}
 
 
-def test_a_ghost_is_no_head() -> None:
-    model, example = gpt2()
-    proof = hp.prune(model, {"transformer.h.0.attn": [0, 1, 2, 3]}, example)
-    first, *rest = hp.find_attention(model, example)
-    assert proof.ghosts == (first.name,)
-    assert not first.maskable
-    assert "one stays with zero output" in first.reason
-    assert sum(layer.num_heads for layer in rest) == 8
-
-
 class Remembering(Attention):
     """Writes into a buffer, replaces one, appends to a list, and notes its output."""
 
