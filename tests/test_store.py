@@ -53,7 +53,7 @@ def stopping_after(calls: int) -> Any:
 @pytest.mark.parametrize("method", KEPT)
 def test_an_interrupted_scoring_gives_what_a_whole_one_gives(method: str, tmp_path: Path) -> None:
     model, batches = setting()
-    few, short = 5 if method == "ablation" else None, 8 if method in ("l0", "dsp") else None
+    few, short = 5 if method == "ablation" else None, 8 if method in ("l0", "dsp", "integrated-gradients") else None
     settings = Settings(examples=few, steps=short, permutations=4)
     score = partial(hp.score, model, batches, method, settings=settings, layers=LAYERS)
     whole = score()
@@ -68,7 +68,8 @@ def test_an_interrupted_scoring_gives_what_a_whole_one_gives(method: str, tmp_pa
 
 def test_other_models_data_seeds_and_options_are_never_mixed_in(tmp_path: Path) -> None:
     model, batches = setting()
-    hp.score(model, batches, "ablation", work=tmp_path)
+    score = partial(hp.score, method="ablation", layers=LAYERS)
+    score(model, batches, work=tmp_path)
     other = setting()[0]
     other.classifier.weight.data[0, 0] += 1e-3
     changed = [dict(b) for b in batches]
@@ -80,11 +81,11 @@ def test_other_models_data_seeds_and_options_are_never_mixed_in(tmp_path: Path) 
         ((model, batches[:3]), {}),
     ):  # fmt: skip
         said.clear()
-        kept = hp.score(*arguments, "ablation", work=Store(tmp_path, said.append), **options)
+        kept = score(*arguments, work=Store(tmp_path, said.append), **options)
         assert "not used" in said[0], options
-        assert torch.equal(kept.flat(), hp.score(*arguments, "ablation", **options).flat())
+        assert torch.equal(kept.flat(), score(*arguments, **options).flat())
     said.clear()
-    hp.score(model, batches, "ablation", work=Store(tmp_path, said.append), settings=Settings(max_memory=1 << 30))
+    score(model, batches, work=Store(tmp_path, said.append), settings=Settings(max_memory=1 << 30))
     assert "continuing with" in said[0]  # how much memory there is changes no number
 
 

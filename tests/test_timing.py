@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -164,34 +163,23 @@ def test_bounds_of_all_heads_and_none_and_a_model_left_as_it_was() -> None:
     refuses("not known on meta", hp.breakdown, model.to("meta"), example, layers=result.layers)
 
 
-@dataclass
-class Event:
-    """What the profiler gives: of a GPU, as there is none here."""
-
-    name: str
-    start: float
-    end: float
-    cpu_parent: Any = None
-    device_time_total: float = 0.0
-    device_type: Any = _autograd.DeviceType.CPU
-
-    @property
-    def time_range(self) -> Any:
-        return self
-
-    def elapsed_us(self) -> float:
-        return self.end - self.start
+def event(name: str, start: float, end: float, parent: Any = None, kernel: float = 0.0, **more: Any) -> FunctionEvent:
+    """What the profiler gives of an operation on a GPU, as there is none here; with how long its kernel takes."""
+    made = FunctionEvent(0, name, 0, start, end, use_device="cuda", **more)
+    made.cpu_parent = parent
+    made.append_kernel("kernel", 0, kernel)
+    return made
 
 
 def test_kernels_are_their_modules() -> None:
     """On CUDA an operation takes what its kernels take; what only launches it is not its time."""
-    root = Event("headprune:", 0, 1000)
-    block = Event("headprune:block", 100, 600, root)
-    product = Event("aten::linear", 200, 300, block, device_time_total=5000)
-    inner = Event("aten::addmm", 210, 290, product, device_time_total=5000)  # counted once, with what calls it
-    outer = Event("aten::add", 700, 800, root, device_time_total=40)
-    empty = [Event("empty", 1000 + 10 * i, 1004 + 10 * i) for i in range(4)]
-    kernels = [Event(name, 0, 5000, device_type=_autograd.DeviceType.CUDA) for name in ("headprune:block", "gemm")]
+    root = event("headprune:", 0, 1000)
+    block = event("headprune:block", 100, 600, root)
+    product = event("aten::linear", 200, 300, block, 5000)
+    inner = event("aten::addmm", 210, 290, product, 5000)  # counted once, with what calls it
+    outer = event("aten::add", 700, 800, root, 40)
+    empty = [event("empty", 1000 + 10 * i, 1004 + 10 * i) for i in range(4)]
+    kernels = [event(name, 0, 5000, device_type=_autograd.DeviceType.CUDA) for name in ("headprune:block", "gemm")]
     events = [root, block, product, inner, outer, *empty, *kernels]
     result = timing.read(events, on_device=True)
     assert result.busy == pytest.approx({"": 0.04, "block": 5.0})
