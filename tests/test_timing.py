@@ -167,7 +167,8 @@ def event(name: str, start: float, end: float, parent: Any = None, kernel: float
     """What the profiler gives of an operation on a GPU, as there is none here; with how long its kernel takes."""
     made = FunctionEvent(0, name, 0, start, end, use_device="cuda", **more)
     made.cpu_parent = parent
-    made.append_kernel("kernel", 0, kernel)
+    if kernel:
+        made.append_kernel("kernel", 0, kernel)
     return made
 
 
