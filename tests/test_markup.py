@@ -9,7 +9,7 @@ import transformers as tf
 from markdown_it import MarkdownIt
 
 from tests.support.commands import run
-from tests.support.folders import sentences, tokenizer
+from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 
 pytestmark = pytest.mark.slow
@@ -25,13 +25,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run whose model, data, columns, labels and rows are all named so; and what the terminal got."""
     root = tmp_path_factory.mktemp("markup")
     model, data = root / f"m{NAME}", root / f"d{NAME}.jsonl"
-    config = tf.BertConfig(
-        vocab_size=30, hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48, pad_token_id=0,
-        max_position_embeddings=64, id2label={0: EVIL, 1: f"{EVIL}2"}, label2id={EVIL: 0, f"{EVIL}2": 1},
-    )  # fmt: skip
+    config = tf.BertConfig(**common(id2label={0: EVIL, 1: f"{EVIL}2"}, label2id={EVIL: 0, f"{EVIL}2": 1}))
     randomise(tf.BertForSequenceClassification(config)).save_pretrained(model)
-    words = tokenizer()
-    words.save_pretrained(model)
+    tokenizer().save_pretrained(model)
     document = json.loads((model / "tokenizer.json").read_text())
     vocabulary = document["model"]["vocab"]
     for token, old in ((f"{SCRIPT}x", "one"), ("[red]", "two"), ("`|`", "three")):  # tokens of the model's own
@@ -40,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (model / "README.md").write_text(f"---\nlicense: mit\ntags:\n- '{SCRIPT}'\nlanguage: '{SCRIPT}'\n---\n# {EVIL}\n")
     rows = [{COLUMN: f"{SCRIPT} [red] {row['text']} {i} {EVIL}", "label": (EVIL, f"{EVIL}2")[int(str(row['label']))]}
             for i, row in enumerate(sentences(60, 1))]  # fmt: skip
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(data, rows)
     said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)

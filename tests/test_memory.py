@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import headprune as hp
 from headprune.memory import free_memory, halving
+from tests.support.otherdevice import DEVICE, pretended
 
 SAID = [
     MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory"),
@@ -41,4 +42,7 @@ def test_one_item_that_does_not_fit_is_told_and_other_errors_stay(error: Excepti
 
 
 def test_there_is_memory() -> None:
+    """What PyTorch holds unused on a GPU counts as free."""
     assert 1 << 20 < free_memory(torch.device("cpu")) < 1 << 50
+    with pretended():
+        assert free_memory(DEVICE) == 9 << 30  # 8 by the driver; of 2 that are held, 1 is used

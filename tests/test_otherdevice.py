@@ -6,6 +6,7 @@ With ``HEADPRUNE_TEST_DEVICE=cuda`` the same tests run on a real GPU, and result
 
 import copy
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,19 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.memory import free_memory
-from headprune.running import full_precision
-from headprune.scoring import METHODS, Settings
 from tests.support import problems, zoo
 from tests.support.commands import run
 from tests.support.otherdevice import DEVICE, Pretended, pretended
 
-SETTINGS = Settings(steps=3, permutations=2)
 FAMILIES = ("bert", "gpt2", "llama", "t5", "vit", "mha")
 
 
@@ -50,10 +46,6 @@ class Case:
         return inputs
 
 
-def _cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(output, labels, reduction="none")
-
-
 def made(name: str, rows: int = 4) -> Case:
     """A model of a family; its batches have ``rows`` examples, and the last one fewer."""
     model, _ = zoo.ZOO[name]()
@@ -70,7 +62,7 @@ def made(name: str, rows: int = 4) -> Case:
             batches.append(zoo.labelled(model, images, seed=i))
         else:
             batches.append(zoo.labelled(model, zoo.text(count, 7, seed=i), seed=i))
-    return Case(model, batches, _cross_entropy if name == "mha" else None)
+    return Case(model, batches, problems.cross_entropy if name == "mha" else None)
 
 
 REAL = os.environ.get("HEADPRUNE_TEST_DEVICE") == "cuda"
@@ -149,51 +141,45 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses(there: Pretended) -> No
     assert x.cpu().device.type == x.to("cpu").device.type == "cpu"
 
 
-@only_pretended
-def test_memory_that_pytorch_holds_unused_counts_as_free(there: Pretended) -> None:
-    assert free_memory(DEVICE) == 9 << 30  # 8 by the driver; of 2 that are held, 1 is used
-
-
 # -- how numbers are multiplied --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before", ["highest", "high"])
-def test_no_tf32_where_answers_are_compared(before: str) -> None:
-    """A pruned model would not equal the masked one to 1e-4, nor would replayed losses."""
-    case = made("bert")
-    found: set[tuple[str, bool]] = set()
+@pytest.mark.parametrize("before", [("highest", True), ("high", True), ("tf32", "ieee")])
+def test_no_tf32_where_answers_are_compared(before: tuple[str, Any]) -> None:
+    """A pruned model would not equal the masked one to 1e-4, nor would replayed losses.
+
+    The settings of PyTorch 2.9 and the older ones may not be mixed.
+    """
+    case, newer = made("bert"), before[0] == "tf32"
+    matmul, conv, found = torch.backends.cuda.matmul, torch.backends.cudnn.conv, set[Any]()
     layers = hp.find_attention(case.model, case.example)
     plan = {layers[0].name: [0]}
 
+    def precisions() -> tuple[str, Any]:
+        if newer:
+            return matmul.fp32_precision, conv.fp32_precision
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
     def ask(module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() or not scoring:  # what a model's own loss is like is asked before
-            found.add((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+            found.add(precisions())
 
     case.model.get_submodule("bert.encoder.layer.0").register_forward_pre_hook(ask)
-    torch.set_float32_matmul_precision(before)
+    defaults = matmul.fp32_precision, conv.fp32_precision
     try:
+        if newer:
+            matmul.fp32_precision, conv.fp32_precision = before
+        else:
+            torch.set_float32_matmul_precision(before[0])
         scoring = True
         hp.score(case.model, case.batches, "gradient", layers=layers)
         scoring = False
         hp.repair(case.model, plan, case.batches, layers=layers)
         hp.prune(case.model, plan, case.example, layers=layers)
-        assert found == {("highest", False)}
-        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (before, True)
+        assert found == {("ieee", "ieee") if newer else ("highest", False)}
+        assert precisions() == before
     finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-def test_the_precisions_of_pytorch_2_9_are_put_back_too() -> None:
-    """Its settings and the older ones may not be mixed."""
-    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
-    before = matmul.fp32_precision, conv.fp32_precision
-    try:
-        matmul.fp32_precision, conv.fp32_precision = "tf32", "ieee"
-        with full_precision():
-            assert matmul.fp32_precision == conv.fp32_precision == "ieee"
-        assert (matmul.fp32_precision, conv.fp32_precision) == ("tf32", "ieee")
-    finally:
-        matmul.fp32_precision, conv.fp32_precision = before
+        matmul.fp32_precision, conv.fp32_precision = defaults
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = True
 
@@ -246,12 +232,11 @@ def test_the_whole_path_equals_the_cpus(name: str, tmp_path: Path) -> None:
     whole_path(made(name), tmp_path / "saved")
 
 
-def scores_alike(case: Case, methods: list[str], settings: Settings = SETTINGS) -> None:
+def scores_alike(case: Case, methods: list[str]) -> None:
     layers = hp.find_attention(case.model, case.example)
 
     def work(model: nn.Module) -> list[hp.HeadScores]:
-        how = {"settings": settings, "layers": layers, "loss_fn": case.loss_fn}
-        return [hp.score(model, case.batches, method, **how) for method in methods]
+        return [hp.score(model, case.batches, method, layers=layers, loss_fn=case.loss_fn) for method in methods]
 
     known = work(case.model)
     with a_device():
@@ -271,8 +256,9 @@ def test_scores_equal_the_cpus() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_scores_equal_the_cpus(name: str) -> None:
     # The gates that these train get their slopes on the CPU: within a backward pass the pretended device can't tell that from a cast.
-    scores_alike(made(name), [method for method in METHODS if method not in ("l0", "dsp")])
-    scores_alike(made(name), ["ablation"], Settings(examples=4))
+    every = [method["name"] for method in json.loads(run("methods", "--json").stdout)["methods"]]
+    others = [problems.quick(each, "steps=3", "permutations=2") for each in every if each not in ("l0", "dsp")]
+    scores_alike(made(name), [*others, "ablation:examples=4"])
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import headprune as hp
+from tests.support.errors import refuses
 from tests.support.plans import any_constraints, any_scores, check_nested, check_plan, gone, scores_of
 from tests.support.zoo import bert, labelled, llama
 
@@ -86,8 +87,7 @@ def test_one_shot_keeps_as_much_score_as_a_plan_by_hand(data: st.DataObject) -> 
     keep = data.draw(st.integers(1, len(scores.flat())))
     expected = by_hand(scores, keep, **constraints)
     if expected is None:
-        with pytest.raises(hp.HeadPruneError, match=OUT_OF_REACH):
-            hp.plan(scores, keep, **constraints)
+        refuses(OUT_OF_REACH, hp.plan, scores, keep, **constraints)
         return
     plan = hp.plan(scores, keep, **constraints)
     lost = sum(float(scores.values[name][head]) for name, head in gone(plan))
@@ -156,14 +156,12 @@ def test_plans_by_hand(scores: hp.HeadScores, keep: int, options: dict[str, Any]
     (replace(EVEN, values={**EVEN.values, "l1": EVEN.values["l1"] * torch.nan}), 3, {}, "not finite", "Score the model again"),
     *((EVEN, 3, {"strategy": name}, f"The strategy {name} runs the model", "headprune.search(model") for name in ("auto", "re-scored", "compensated", "greedy")),
     (EVEN, 3, {"protect": "L9"}, "no attention layer named 'L9'", "layers L0 to L2"), (EVEN, 3, {"protect": "H1"}, "no attention layer", ""),
-    (EVEN, 3, {"protect": "L0.7"}, "no attention layer named 'L0.7'", ""), (EVEN, 3, {"protect": "L9.H0"}, "named 'L9'", "layers L0 to L2"),
     (EVEN, 3, {"protect": "L0.H4"}, "Layer l0 has no head 4", "It has 4: 0 to 3."),
 ])  # fmt: skip
 def test_what_cannot_be_planned(scores: Any, keep: int, options: dict[str, Any], message: str, hint: str) -> None:
-    with pytest.raises(hp.HeadPruneError) as refused:
-        hp.plan(scores, keep, **options)
-    assert message in str(refused.value)
-    assert hint in refused.value.hint
+    refused = refuses("", hp.plan, scores, keep, **options)
+    assert message in str(refused)
+    assert hint in refused.hint
 
 
 def test_a_layer_whose_name_looks_like_a_head_is_a_layer() -> None:
@@ -195,9 +193,7 @@ def test_numbers_of_heads(keep: Any, total: int, asked: int) -> None:
     ("inf", 72, "not a number", ""),
 ])  # fmt: skip
 def test_impossible_numbers_of_heads(keep: Any, total: int, message: str, hint: str) -> None:
-    with pytest.raises(hp.HeadPruneError, match=message) as refused:
-        hp.plan(scores_of([(total, total)], [0.0] * total), keep)
-    assert refused.value.hint.endswith(hint)
+    assert refuses(message, hp.plan, scores_of([(total, total)], [0.0] * total), keep).hint.endswith(hint)
 
 
 # -- pairs of heads -----------------------------------------------------------------------------------
@@ -253,18 +249,15 @@ def test_swap_undoes_what_greed_did() -> None:
 def test_a_plan_of_a_model() -> None:
     model, example = llama()
     scores = hp.score(model, [labelled(model, example)], "gradient")
-    plan = hp.plan(scores, 10, protect="L1", min_heads_per_layer=2)
-    hp.prune(model, plan, example)
+    hp.prune(model, hp.plan(scores, 10, protect="L1", min_heads_per_layer=2), example)
     left = {layer.name: layer.num_heads for layer in hp.find_attention(model, example)}
     assert left["model.layers.1.self_attn"] == 6
     assert min(left.values()) >= 2
     other, example = bert()
     fisher = hp.score(other, [labelled(other, example)], "fisher")
     assert hp.plan(fisher, 3, "swap").kept == 3
-    with torch.no_grad():
-        other.classifier.weight.add_(1)
-    with pytest.raises(hp.HeadPruneError, match="another model"):
-        hp.prune(other, hp.plan(fisher, 9), example)
+    other.classifier.weight.data += 1
+    refuses("another model", hp.prune, other, hp.plan(fisher, 9), example)
 
 
 @settings(max_examples=20)
@@ -302,8 +295,7 @@ def test_a_plan_edited_by_hand(tmp_path: Path) -> None:
     document = {**plan.to_json(), "drop": {"L2": [3], layers[0].name: [2, 0]}}
     named = hp.PruningPlan.load(edited(path, **document)).on(layers)
     assert named == hp.PruningPlan({layers[0].name: [0, 2], layers[2].name: [3]}, 9, 12, 9, model=plan.model)
-    bare = hp.PruningPlan.load(edited(path, {"L0": [0, 2], "L2": [3]}))
-    hp.prune(model, bare, example)
+    hp.prune(model, hp.PruningPlan.load(edited(path, {"L0": [0, 2], "L2": [3]})), example)
     assert [layer.num_heads for layer in hp.find_attention(model, example)] == [2, 4, 3]
 
 
@@ -315,9 +307,8 @@ def test_a_plan_edited_by_hand(tmp_path: Path) -> None:
 def test_wrong_edits_name_the_layer_and_the_head(drop: object, message: str, tmp_path: Path) -> None:
     """More of them are in `tests.support.bad_inputs`."""
     layers = hp.find_attention(*llama())
-    with pytest.raises(hp.HeadPruneError, match=message) as refused:
-        hp.PruningPlan.load(edited(tmp_path / "plan.json", drop)).on(layers)
-    assert "\n" not in str(refused.value)
+    path = edited(tmp_path / "plan.json", drop)
+    assert "\n" not in str(refuses(message, lambda: hp.PruningPlan.load(path).on(layers)))
 
 
 def test_older_plans(tmp_path: Path) -> None:

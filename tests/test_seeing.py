@@ -1,18 +1,29 @@
 """Attention weights on any traced model, and what they add up to: against transformers' own and against loops over numbers."""
 
+import base64
+import json
 import math
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from PIL import Image
 from torch import Tensor, nn
 
 import headprune as hp
+from tests.support.commands import run
+from tests.support.documents import METRICS
+from tests.support.errors import refuses
+from tests.support.folders import common, tokenizer
+from tests.support.reports import reported
 from tests.support.stays import sliding
-from tests.support.zoo import ZOO, randomise, sizes, t5, text, whisper
+from tests.support.zoo import ZOO, randomise, sizes, swin, t5, text, whisper
 
 SOME_WEIGHTS = "headprune.seeing.maps._MOST"  # that are computed at once
 
@@ -21,15 +32,6 @@ def gpt_oss(attention: str = "eager") -> tuple[nn.Module, Any]:
     some = {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
     config = tf.GptOssConfig(**sizes(attention, num_local_experts=2, num_experts_per_tok=1) | some)
     return randomise(tf.GptOssForCausalLM(config)), text()
-
-
-def swin(attention: str = "sdpa") -> tuple[nn.Module, Any]:
-    config = tf.SwinConfig(
-        image_size=16, patch_size=2, num_channels=1, embed_dim=16, depths=[2], num_heads=[4], window_size=4, num_labels=3,
-        attn_implementation=attention,
-    )  # fmt: skip
-    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
-    return randomise(tf.SwinForImageClassification(config)), {"pixel_values": pixels}
 
 
 MODELS = {n: ZOO[n] for n in ("bert", "distilbert", "gpt2", "llama", "vit", "t5")} | {"gpt_oss": gpt_oss, "sliding": sliding, "whisper": whisper}  # fmt: skip
@@ -41,8 +43,7 @@ def test_weights_are_those_that_eager_attention_returns(name: str) -> None:
     model, example = MODELS[name]() if name == "gpt_oss" else MODELS[name]("sdpa")
     eager, _ = MODELS[name]("eager")
     eager.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        out = eager(**example, output_attentions=True)
+    out = eager(**example, output_attentions=True)
     kinds = {layer.name: layer.kind for layer in hp.find_attention(model, example)}
     left = {kind: iter(out.get(f"{kind}_attentions", out.get("attentions"))) for kind in kinds.values()}
     for layer, weights in hp.attention_weights(model, example).items():
@@ -76,8 +77,8 @@ def test_weights_of_plain_modules(name: str) -> None:
 
 def test_windows_stand_one_behind_the_other_and_are_grids() -> None:
     model, example = swin()
-    with torch.no_grad():  # of the last layer: [images * windows, heads, queries, keys]
-        expected = swin("eager")[0](**example, output_attentions=True).attentions[0].view(2, 4, 4, 16, 16)
+    # Of the last layer: [images * windows, heads, queries, keys].
+    expected = swin("eager")[0](**example, output_attentions=True).attentions[0].view(2, 4, 4, 16, 16)
     first, *_, last = hp.attention_weights(model, example).values()
     torch.testing.assert_close(last, expected.transpose(1, 2).flatten(2, 3), rtol=1e-4, atol=1e-5)
     at = torch.tensor([divmod(i, 4) for i in range(16)]).float()
@@ -181,8 +182,8 @@ def test_figures_are_those_of_a_loop(name: str, left: bool) -> None:
         for h in range(layer.num_heads):
             table = weights[layer.name][:, h].double().tolist()
             expected = by_hand(table, ids, real, {3}, counts, layer.kind == "decoder")
-            for run in runs:
-                profile = run[layer.name][h]
+            for profiles in runs:
+                profile = profiles[layer.name][h]
                 assert {k: figures(profile)[k] for k in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
                 assert (profile.next is None, profile.rare is None) == (layer.kind == "decoder",) * 2
 
@@ -333,21 +334,16 @@ def test_never_a_whole_matrix_of_a_long_input(monkeypatch: pytest.MonkeyPatch) -
 def test_mistakes_and_layers_that_cannot_be_seen() -> None:
     model, example = ZOO["bert"]()
     layers = hp.find_attention(model, example)
-    with pytest.raises(hp.HeadPruneError, match="no examples to look at"):
-        hp.profile_heads(model, [])
-    with pytest.raises(hp.HeadPruneError, match="not a list of batches"):
-        hp.profile_heads(model, example)
-    with pytest.raises(hp.HeadPruneError, match="does not run"):
-        hp.attention_weights(model, {"input_ids": torch.tensor([[1000]])}, layers)
+    refuses("no examples to look at", hp.profile_heads, model, [])
+    refuses("not a list of batches", hp.profile_heads, model, example)
+    refuses("does not run", hp.attention_weights, model, {"input_ids": torch.tensor([[1000]])}, layers)
     other = hp.AttentionLayer("classifier", 9, "encoder", 4, 4, 8)
-    with pytest.raises(hp.HeadPruneError, match="cannot be seen"):
-        hp.profile_heads(model, [example], [other])
+    refuses("cannot be seen", hp.profile_heads, model, [example], [other])
     model.train()
     profiles = hp.profile_heads(model, [example], [*layers, other])
     assert model.training  # it is left as it was
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert len(repr(profiles)) < 300  # the repr of 72 heads had 43,000 characters
-    assert "12 heads in 4 layers" in repr(profiles)
     (_, best), *_ = profiles.top(1)
     assert best.clarity == max(p.clarity for heads in profiles.values() for p in heads)
     assert f"HeadProfile({best.role}: " in repr(best)
@@ -355,3 +351,131 @@ def test_mistakes_and_layers_that_cannot_be_seen() -> None:
     assert profiles["classifier"] == []
     assert "cannot be seen" in profiles.unseen["classifier"]
     assert all(len(profiles[layer.name]) == 4 for layer in layers)
+
+
+# -- headprune show, heads.json, its pictures and its section of the report -------------------------
+
+NASTY = "good [bold]film[/] $x$ \x1b[31m <b> |a|"
+LABELS = ("[bold]", "$x", "$y_{", "<b>", "|a|")
+
+
+def shown(*arguments: Any) -> dict[str, Any]:
+    """The document that a command prints."""
+    document: dict[str, Any] = json.loads(run("show", *arguments, "--json", "-q").stdout)
+    return document
+
+
+@pytest.mark.drawn
+def test_a_text_and_one_head_of_it(bert_folder: Path, tmp_path: Path) -> None:
+    """All heads, and what they do; of one head, for each token the largest weights first, as shares."""
+    pictures = tmp_path / "all.png", tmp_path / "one.png"
+    everything = run("show", bert_folder, "--text", "good film", "-o", pictures[0], "-q").stdout
+    assert all(text in everything for text in ("L0", "H3", "Roles on 1 example, 4 tokens"))
+    one = run("show", bert_folder, "--text", "good dull fun", "--head", "l1.h2", "-o", pictures[1], "-q").stdout
+    model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
+    weights = list(hp.attention_weights(model, dict(tokenizer()("good dull fun", return_tensors="pt"))).values())
+    tokens = ["[CLS]", "good", "dull", "fun", "[SEP]"]
+    lines = [line.split() for line in one.splitlines()]
+    for token, row in zip(tokens, weights[1][0, 2], strict=True):
+        best = int(row.argmax())
+        line = next(line for line in lines if line[:1] == [token] and line[2:])
+        assert line[1] == tokens[best]
+        assert abs(float(line[2].rstrip("%")) - 100 * float(row[best])) < 0.8
+    assert all(Image.open(picture).size[0] > 100 for picture in pictures)
+    for head, message in (("L9.H1", "is no head"), ("L1.H9", "has no head 9")):
+        assert message in run("show", bert_folder, "--text", "good", "--head", head, code=1).stderr
+
+
+def test_the_document(bert_folder: Path, data_folder: Path) -> None:
+    """Profiles over data, samples within 1/510 of the weights, small."""
+    heads = shown(bert_folder, "-d", data_folder)
+    assert heads["examples"] > 20
+    assert [len(layer["heads"]) for layer in heads["layers"]] == [4, 4]
+    assert all(p["role"] and p["because"] for layer in heads["layers"] for p in layer["heads"])
+    model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
+    for sample in heads["samples"]:
+        ids = torch.tensor([tokenizer().convert_tokens_to_ids(sample["positions"]["input"]["labels"])])
+        weights = hp.attention_weights(model, {"input_ids": ids}).values()
+        for layer, whole in zip(sample["layers"], weights, strict=True):
+            held = np.frombuffer(base64.b64decode(layer["weights"]), np.uint8).reshape(layer["shape"])
+            assert np.abs(held / 255 * layer["scale"] - whole[0].numpy()).max() <= 1 / 510 + 1e-5
+    assert len(json.dumps(heads)) < 100_000
+
+
+@pytest.mark.drawn
+def test_a_text_is_never_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it steer the terminal, the picture's formulas or the report's tables."""
+    folder, words = tmp_path / "nasty", tokenizer()
+    words.add_tokens(list(LABELS))
+    randomise(tf.BertForSequenceClassification(tf.BertConfig(**common()))).save_pretrained(folder)
+    words.save_pretrained(folder)
+    for head in ([], ["--head", "L0.H1"]):
+        assert "\x1b" not in run("show", folder, "--text", NASTY, "-q", "-o", tmp_path / "a.png", *head).stdout
+    document = shown(folder, "--text", f"{' '.join(LABELS)} \u202e")
+    assert document["samples"][0]["positions"]["input"]["labels"][1 : 1 + len(LABELS)] == list(LABELS)
+    document["samples"][0]["title"] = NASTY
+    heads = {k: v for k, v in document.items() if k not in ("kind", "schema")}
+    written = reported(tmp_path / "r", METRICS, heads=heads)
+    assert "one example (`good [bold]film[/] $x$ �[31m <b> |a|`)" in written
+    for name, value in {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    for head in ([], ["--head", "L0.H1"]):
+        coloured = run("show", folder, "--text", " ".join(LABELS), "-q", *head).stdout
+        assert "\x1b[38;2;" in coloured
+        plain = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+        assert "\x1b" not in plain
+        assert all(label in plain for label in LABELS)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize(("side", "rows"), [(8, None), (32, 6)])
+def test_an_image(side: int, rows: int | None, tmp_path: Path) -> None:
+    """A grid of patches behind [CLS]; rows of a large one are held for a few patches only."""
+    folder, file, patches = tmp_path / "vit", tmp_path / "image.png", (side // 4) ** 2
+    config = tf.ViTConfig(
+        hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, image_size=side, patch_size=4,
+        num_channels=3, num_labels=2,
+    )  # fmt: skip
+    randomise(tf.ViTForImageClassification(config)).save_pretrained(folder)
+    tf.ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(folder)
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (side, side, 3), np.uint8)).save(file)
+    for head in ([], ["--head", "L0.H1"]):
+        run("show", folder, "--image", file, "-o", tmp_path / "a.png", "-q", *head)
+    document = shown(folder, "--image", file)
+    (sample,) = document["samples"]
+    assert sample["positions"]["input"]["grid"] == [side // 4, side // 4]
+    assert sample["positions"]["input"]["image"].startswith("data:image/png;base64,")
+    assert len(sample["positions"]["input"]["labels"]) == 1 + patches
+    assert sample["layers"][0]["shape"] == [2, rows or 1 + patches, 1 + patches]
+    assert document["unit"] == "patches"
+    assert "No such file" in run("show", folder, "--image", tmp_path / "b.png", code=1).stderr
+    file.write_text("no image")
+    assert "cannot be read as an image" in run("show", folder, "--image", file, code=1).stderr
+
+
+def test_encoder_and_decoder(tmp_path: Path) -> None:
+    """The decoder reads the model's own answer; cross-attention goes from it to the text."""
+    sizes = {"vocab_size": 30, "d_model": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1, "d_ff": 16}
+    config = tf.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=29)
+    randomise(tf.T5ForConditionalGeneration(config)).save_pretrained(tmp_path / "t5")
+    tokenizer().save_pretrained(tmp_path / "t5")
+    (sample,) = shown(tmp_path / "t5", "--text", "good dull fun")["samples"]
+    assert set(sample["positions"]) == {"source", "target"}
+    expected = [("source", "source"), ("target", "target"), ("target", "source")]
+    assert [(a["queries"], a["keys"]) for a in sample["layers"]] == expected
+
+
+@pytest.mark.drawn
+def test_a_run_says_what_the_heads_do(scored: Path) -> None:
+    """`score` writes heads.json, its picture and the section; `report` writes the same again."""
+    heads, report = json.loads((scored / "heads.json").read_text()), scored / "report.md"
+    assert [len(layer["heads"]) for layer in heads["layers"]] == [4, 4]
+    assert (scored / "heads.png").exists()
+    text = report.read_text()
+    assert "## What the heads do" in text
+    run("report", scored)
+    assert report.read_text() == text
+    (scored / "heads.json").unlink()
+    run("report", scored)
+    assert "What the heads do" not in report.read_text()
+    assert not (scored / "heads.png").exists()

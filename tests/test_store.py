@@ -53,7 +53,7 @@ def stopping_after(calls: int) -> Any:
 @pytest.mark.parametrize("method", KEPT)
 def test_an_interrupted_scoring_gives_what_a_whole_one_gives(method: str, tmp_path: Path) -> None:
     model, batches = setting()
-    few, short = 5 if method == "ablation" else None, 8 if method in ("l0", "dsp") else None
+    few, short = 5 if method == "ablation" else None, 8 if method in ("l0", "dsp", "integrated-gradients") else None
     settings = Settings(examples=few, steps=short, permutations=4)
     score = partial(hp.score, model, batches, method, settings=settings, layers=LAYERS)
     whole = score()
@@ -62,17 +62,16 @@ def test_an_interrupted_scoring_gives_what_a_whole_one_gives(method: str, tmp_pa
             score(work=tmp_path, progress=stopping_after(stop))
     said: list[str] = []
     assert list(tmp_path.glob("*/*.part"))
-    found = score(work=Store(tmp_path, said.append))
-    assert found.to_json() == whole.to_json()
+    assert score(work=Store(tmp_path, said.append)).to_json() == whole.to_json()
     assert "continuing with" in said[0]
 
 
 def test_other_models_data_seeds_and_options_are_never_mixed_in(tmp_path: Path) -> None:
     model, batches = setting()
-    hp.score(model, batches, "ablation", work=tmp_path)
-    with torch.no_grad():
-        other = setting()[0]
-        other.classifier.weight[0, 0] += 1e-3
+    score = partial(hp.score, method="ablation", layers=LAYERS)
+    score(model, batches, work=tmp_path)
+    other = setting()[0]
+    other.classifier.weight.data[0, 0] += 1e-3
     changed = [dict(b) for b in batches]
     changed[2] = {**changed[2], "labels": 1 - changed[2]["labels"]}
     said: list[str] = []
@@ -82,11 +81,11 @@ def test_other_models_data_seeds_and_options_are_never_mixed_in(tmp_path: Path) 
         ((model, batches[:3]), {}),
     ):  # fmt: skip
         said.clear()
-        kept = hp.score(*arguments, "ablation", work=Store(tmp_path, said.append), **options)
+        kept = score(*arguments, work=Store(tmp_path, said.append), **options)
         assert "not used" in said[0], options
-        assert torch.equal(kept.flat(), hp.score(*arguments, "ablation", **options).flat())
+        assert torch.equal(kept.flat(), score(*arguments, **options).flat())
     said.clear()
-    hp.score(model, batches, "ablation", work=Store(tmp_path, said.append), settings=Settings(max_memory=1 << 30))
+    score(model, batches, work=Store(tmp_path, said.append), settings=Settings(max_memory=1 << 30))
     assert "continuing with" in said[0]  # how much memory there is changes no number
 
 
@@ -99,8 +98,7 @@ def flipped(path: Path) -> None:
 
 def of_another(path: Path) -> None:
     """Whole, under the name of another part."""
-    other = next(p for p in path.parent.glob("*.part") if p != path)
-    path.write_bytes(other.read_bytes())
+    path.write_bytes(next(p for p in path.parent.glob("*.part") if p != path).read_bytes())
 
 
 @pytest.mark.parametrize("damage", [flipped, of_another, lambda path: path.write_bytes(path.read_bytes()[:-7])])

@@ -5,13 +5,11 @@ import json
 import runpy
 from copy import deepcopy
 from pathlib import Path
-from types import SimpleNamespace
 
 import mutations
 import numpy as np
 import pytest
 import quality
-import torch
 from document import replace_section
 from quality import METHODS, Cache, Subject, measure, table
 
@@ -33,15 +31,6 @@ def test_a_section_is_replaced_and_the_rest_stays(tmp_path):
     before = path.read_text()
     replace_section(path, "second", "two")
     assert path.read_text() == before
-
-
-@pytest.mark.parametrize("broken", ["<!-- a -->\n", "<!-- /a --><!-- a -->\n", "<!-- a --><!-- a --><!-- /a -->\n"])
-def test_broken_marks_are_refused_and_nothing_is_written(tmp_path, broken):
-    path = tmp_path / "b.md"
-    path.write_text(broken)
-    with pytest.raises(ValueError, match="once each"):
-        replace_section(path, "a", "new")
-    assert path.read_text() == broken
 
 
 ROOT = Path(__file__).parent.parent
@@ -81,23 +70,6 @@ def test_the_tests_of_a_room_guard_it(room: str, tmp_path: Path) -> None:
     assert f'"headprune/{room}"' in (ROOT / "cosmic-ray.toml").read_text()
 
 
-def test_what_the_document_says() -> None:
-    def item(module: str) -> SimpleNamespace:
-        return SimpleNamespace(mutations=(SimpleNamespace(module_path=f"headprune/{module}", start_pos=(3, 4)),))
-
-    diff = "--- a\n+++ b\n@@ @@\n-    if a | b:\n+    if not a | b:"
-    found = [
-        (item("planning/order.py"), SimpleNamespace(is_killed=True, diff="")),
-        (item("surgery/proof.py"), SimpleNamespace(is_killed=False, diff=diff)),
-        (item("surgery/proof.py"), None),
-    ]
-    text = mutations.section(found)
-    assert "**1 (50.0%, 9.5% to 90.5%) of 2 are noticed.**" in text
-    assert "| `planning/` | 1 | 1 | 1 (100.0%" in text
-    assert "| `surgery/` | 2 | 1 | 0 (0.0%" in text
-    assert "| `surgery/proof.py:3` | `if a \\| b:` | `if not a \\| b:` |" in text
-
-
 @pytest.fixture
 def subject() -> Subject:
     model, batches = small()
@@ -134,8 +106,7 @@ def test_an_interrupted_run_goes_on(subject, tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "evaluate", None)
     assert measure("tiny", subject, options(), Cache(path)) == rows
     monkeypatch.setattr(quality, "evaluate", evaluate)
-    with torch.no_grad():
-        subject.model.classifier.weight.mul_(2)
+    subject.model.classifier.weight.data *= 2
     measure("tiny", subject, options(), Cache(path))  # rows of other weights are not used
     assert len({json.loads(line)["weights"] for line in path.read_text().splitlines() if line.endswith("}")}) == 2
 

@@ -65,8 +65,7 @@ def model_of(name: str, rows: int = 6) -> tuple[nn.Module, Any]:
 
 def kl(dense: Tensor, now: Tensor) -> float:
     """Mean divergence of answers from the dense model's."""
-    chances = dense.softmax(-1)
-    return float((chances * (dense.log_softmax(-1) - now.log_softmax(-1))).sum(-1).mean())
+    return float((dense.softmax(-1) * (dense.log_softmax(-1) - now.log_softmax(-1))).sum(-1).mean())
 
 
 def rows_of(example: Any, index: Any) -> Any:

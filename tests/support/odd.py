@@ -25,8 +25,7 @@ class HeadsLast(Attention):
 class Convolutions(Attention):
     """Projections are convolutions one wide, as in diffusion models."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.qkv, self.o = nn.Conv1d(WIDTH, 3 * WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,8 +47,7 @@ class Differential(Attention):
 class Tables(Attention):
     """Projections are parameters ``[heads, width, features]``."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.weights = nn.ParameterList(torch.randn(HEADS, WIDTH, SIZE) for _ in range(3))
         del self.qkv
 
@@ -62,8 +60,7 @@ class QueryGroups(Attention):
 
     groups = 2
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.n_head, self.n_query_groups = HEADS, self.groups
         self.qkv = nn.Linear(WIDTH, (HEADS + 2 * self.groups) * SIZE)
 
@@ -81,8 +78,7 @@ class QueryGroupsOfOne(QueryGroups):
 class KeyValueGroups(Attention):
     """As "Build a Large Language Model (From Scratch)": ``num_kv_groups`` counts the groups, ``group_size`` a group's heads."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.num_kv_groups, self.group_size = 2, HEADS // 2
         self.qkv, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * SIZE), nn.Linear(WIDTH, 2 * SIZE)
 
@@ -108,8 +104,7 @@ class Interleaved(KeyValueGroups):
 class NormOfEach(Attention):
     """A group norm over single heads before W_O, as in RetNet."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.norm = nn.GroupNorm(HEADS, WIDTH)
 
     def joined(self, result: Tensor) -> Tensor:
@@ -124,8 +119,7 @@ class RMSNormBefore(Normed):
 class Biased(Attention):
     """A bias of each head by distance."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.table = nn.Embedding(15, HEADS)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,8 +154,7 @@ class BareInResidual(nn.Module):
 class Windowed(Attention):
     """nanoGPT's split by the width, and a window that happens to be as long as the model is wide."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.n_embd, self.window = WIDTH, WIDTH
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,8 +167,7 @@ class Windowed(Attention):
 class Unseen(Attention):
     """Queries, keys and values of all heads by one parameter, behind a ReLU that leaves every token other features."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.qkv, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(3, HEADS, WIDTH, SIZE))
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -229,8 +221,7 @@ class LowRank(nn.Module):
 
 
 class Adapted(Attention):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.o = LowRank(self.o)
 
 
@@ -260,8 +251,7 @@ class TalkingByConvolution(Talking):
 class OwnWeight(Attention):
     """W_O is a parameter of the attention module itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.o, self.weight = None, nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -274,8 +264,7 @@ class OutputTwice(Attention):
 
 
 class TwoOutputs(Attention):
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.o2 = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,6 +23,10 @@ class Attention(nn.Module):
         self.num_heads = HEADS
         self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.silent: tuple[int, ...] = ()
+        self.build()
+
+    def build(self) -> None:
+        """What a kind has besides, or in the place of these."""
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values ``[batch, heads, tokens, width of a head]``."""
@@ -43,8 +47,7 @@ class Attention(nn.Module):
 class Bare(Attention):
     """Without an output projection."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.o = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,8 +59,7 @@ class Normed(Attention):
 
     norm_class: type[nn.Module] = nn.RMSNorm
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> None:
         self.norm = self.norm_class(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:

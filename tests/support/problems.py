@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.inputs import first_rows
 from headprune.scoring import METHODS
-from tests.support.zoo import labelled, randomise, sizes, text
+from tests.support.zoo import ZOO, labelled, randomise, sizes, swin, text
 
 
 def small(heads: int = 3, layers: int = 2) -> tuple[nn.Module, list[dict[str, Tensor]]]:
@@ -25,6 +25,18 @@ def small(heads: int = 3, layers: int = 2) -> tuple[nn.Module, list[dict[str, Te
     return model, [labelled(model, text(rows, 7, seed=rows), seed=rows) for rows in (4, 2, 3)]
 
 
+def double(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model of the zoo in float64, and its example with labels."""
+    model, example = (ZOO | {"swin": swin})[name]()
+    batch = labelled(model, example)
+    return model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def cross_entropy(output: Any, labels: Tensor) -> Tensor:
+    """Of every example."""
+    return F.cross_entropy(getattr(output, "logits", output), labels, reduction="none")
+
+
 class Sum(nn.Module):
     """Attention whose heads write to outputs of their own, so that each adds to the loss alone."""
 
@@ -33,8 +45,7 @@ class Sum(nn.Module):
         self.heads = heads
         self.q, self.k, self.v, self.o = (nn.Linear(heads * width, heads * width) for _ in range(4))
         randomise(self)
-        with torch.no_grad():
-            self.o.weight.copy_(torch.block_diag(*(self.o.weight[:width, :width],) * heads))
+        self.o.weight.data = torch.block_diag(*(self.o.weight.data[:width, :width],) * heads)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
@@ -44,10 +55,9 @@ class Sum(nn.Module):
 def planted(dead: Sequence[int], strong: Sequence[int] = ()) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Any]:
     """A model with heads that give nothing and heads that give much, its own outputs as labels, and the squared error."""
     model = Sum()
-    with torch.no_grad():
-        for heads, factor in ((dead, 0.0), (strong, 3.0)):
-            for h in heads:
-                model.o.weight[:, 4 * h : 4 * h + 4] *= factor
+    for heads, factor in ((dead, 0.0), (strong, 3.0)):
+        for h in heads:
+            model.o.weight.data[:, 4 * h : 4 * h + 4] *= factor
     x = torch.randn(24, 5, 32, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         batches = [(part, model(part)) for part in x.split(8)]
@@ -69,11 +79,10 @@ def without(model: nn.Module, batches: Sequence[dict[str, Tensor]], kept: Sequen
 def duplicated(model: nn.Module) -> nn.Module:
     """The second head of the first layer made a copy of the first."""
     attention = model.bert.encoder.layer[0].attention
-    with torch.no_grad():
-        for p in (attention.self.query, attention.self.key, attention.self.value):
-            p.weight[8:16] = p.weight[:8]
-            p.bias[8:16] = p.bias[:8]
-        attention.output.dense.weight[:, 8:16] = attention.output.dense.weight[:, :8]
+    for part in (attention.self.query, attention.self.key, attention.self.value):
+        for p in (part.weight, part.bias):
+            p.data[8:16] = p.data[:8]
+    attention.output.dense.weight.data[:, 8:16] = attention.output.dense.weight.data[:, :8]
     return model
 
 
@@ -93,9 +102,7 @@ def per_example_loss(model: nn.Module, row: dict[str, Any]) -> torch.Tensor:
     """The model's own loss on one example alone: no padding of others, no batch."""
     length = int(row["attention_mask"].sum()) if "attention_mask" in row else None
     if length is not None:
-        row = {
-            k: v[:, :length] if v.ndim == 2 and v.shape == row["attention_mask"].shape else v for k, v in row.items()
-        }
+        row = {k: v[:, :length] if v.shape == row["attention_mask"].shape else v for k, v in row.items()}
     labels = row["labels"]
     given = row if model.config.is_encoder_decoder else {k: v for k, v in row.items() if k != "labels"}
     logits = model(**given).logits
@@ -116,8 +123,7 @@ def scaled(model: nn.Module, layer: hp.AttentionLayer, head: int, factor: float)
     other = copy.deepcopy(model)
     weight, plain = output_weight(other, layer)
     columns = list(layer.output_projection.features[head])
-    with torch.no_grad():
-        (weight if plain else weight.T)[:, columns] *= factor
+    (weight if plain else weight.T).data[:, columns] *= factor
     return other
 
 

@@ -210,8 +210,7 @@ def finetuned(
     dense = randomise(tf.BertForSequenceClassification(config)).double()
     batches = [labelled(dense, text(rows, 7, seed=rows), seed=rows) for rows in (6, 2, 5, 4, 1)]
     pruned = copy.deepcopy(dense)
-    layers = hp.find_attention(pruned, batches[0])
-    hp.prune(pruned, {layers[0].name: [1, 2]}, batches[0])
+    hp.prune(pruned, {hp.find_attention(pruned, batches[0])[0].name: [1, 2]}, batches[0])
     options = FinetuneOptions(
         epochs=steps / 5, seed=1, learning_rate=1e-3, mixture=Mixture(alpha=alpha, hidden_states=hidden)
     )

@@ -70,16 +70,20 @@ def like(example: dict[str, Tensor], seed: int, rows: int = 24) -> dict[str, Ten
     return batch
 
 
-@cache
-def _changed(name: str, kind: str) -> tuple[nn.Module, Any, dict[str, list[int]]]:
-    model, example = MODELS[name]()
-    layers = hp.find_attention(model, example)
-    drop = plan(layers, kind)
+def made_of(made: Made, kind: str) -> tuple[nn.Module, Any, dict[str, list[int]]]:
+    """A model pruned in some way, its example, and the heads that it lost."""
+    model, example = made
+    drop = plan(hp.find_attention(model, example), kind)
     if kind == "repaired":
         done = hp.repair(model, drop, [like(example, seed) for seed in range(3)], values=False, mixtures=False)
         assert done.layers, "nothing was repaired"
     hp.prune(model, drop, example)
     return model, example, drop
+
+
+@cache
+def _changed(name: str, kind: str) -> tuple[nn.Module, Any, dict[str, list[int]]]:
+    return made_of(MODELS[name](), kind)
 
 
 def changed(name: str, kind: str) -> tuple[Any, dict[str, Tensor]]:

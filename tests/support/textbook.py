@@ -102,17 +102,14 @@ class HeadsFirst(D2LMultiHead):
 class Classifier(nn.Module):
     """Two attention layers with residuals behind a linear head."""
 
-    def __init__(self, first: nn.Module, second: nn.Module, width: int, arguments: int) -> None:
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList([first, second])
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.head = nn.Linear(width, 3)
-        self.arguments = arguments
+        self.norms, self.head = nn.ModuleList([nn.LayerNorm(32), nn.LayerNorm(32)]), nn.Linear(32, 3)
 
     def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
         for layer, norm in zip(self.layers, self.norms, strict=True):
-            given = [x] * self.arguments + ([extra] if extra is not None else [])
-            x = norm(x + layer(*given))
+            x = norm(x + layer(x, x, x, extra))
         return self.head(x.mean(dim=1))
 
 
@@ -209,8 +206,8 @@ class MinGPT(nn.Module):
         return logits
 
 
-def hidden(width: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(3, 6, width, generator=torch.Generator().manual_seed(seed))
+def hidden() -> torch.Tensor:
+    return torch.randn(3, 6, 32, generator=torch.Generator().manual_seed(0))
 
 
 def tokens(length: int, seed: int) -> torch.Tensor:
@@ -220,10 +217,10 @@ def tokens(length: int, seed: int) -> torch.Tensor:
 
 
 CLASSES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "linear names": lambda: (Classifier(LinearNames(), LinearNames(), 32, 3), hidden(32)),
-    "d2l": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(bias=True), 32, 3), (hidden(32), torch.tensor([4, 6, 2]))),
-    "d2l without lengths": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(), 32, 3), hidden(32)),
-    "heads first": lambda: (Classifier(HeadsFirst(), HeadsFirst(), 32, 3), hidden(32)),
+    "linear names": lambda: (Classifier(LinearNames(), LinearNames()), hidden()),
+    "d2l": lambda: (Classifier(D2LMultiHead(), D2LMultiHead(bias=True)), (hidden(), torch.tensor([4, 6, 2]))),
+    "d2l without lengths": lambda: (Classifier(D2LMultiHead(), D2LMultiHead()), hidden()),
+    "heads first": lambda: (Classifier(HeadsFirst(), HeadsFirst()), hidden()),
     "mingpt": lambda: (MinGPT(), tokens(8, 3)),
     "encoder-decoder": lambda: (EncoderDecoder(), (tokens(7, 0), tokens(5, 1))),
 }
