@@ -1,6 +1,5 @@
 """The commands as a user types them: results, errors, exit codes, and what is left on disk."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -10,11 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers as tf
-from rich.console import Console as RichConsole
-from rich.progress import Progress
 
 import headprune as hp
-from headprune.app.console import Console, TimeLeft
 from tests.support.commands import COMMANDS, PRUNE, metrics_of, python, run, stderr_of
 from tests.support.documents import opened
 from tests.support.folders import sentences
@@ -241,37 +237,3 @@ def test_all_commands_take_the_same_flags() -> None:
     for name, command in COMMANDS.items():
         flags = {f for option in command.params for f in option.opts}
         assert {"--json", "--quiet", "-q", "--verbose", "-v"} <= flags, name
-
-
-def test_progress_never_stands_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that takes minutes: the time left is known from the first step on, and falls while one waits."""
-    clock = [0.0]
-    monkeypatch.setattr("headprune.app.console.time.monotonic", lambda: clock[0])
-    bars, column = Progress(get_time=lambda: clock[0]), TimeLeft()
-    column.max_refresh = None
-    bars.add_task("x", total=None)
-    (task,) = bars.tasks
-
-    def shown() -> str:
-        return column.render(task).plain
-
-    assert shown() == ""
-    for now, done, text in (
-        (0.0, 0, "0/10"), (60.0, 1, "1/10, 0:09:00 left"), (100.0, None, "1/10, 0:08:20 left"), (5000.0, None, "1/10, 0:00:00 left"),
-        (5000.0, 10, "10/10, 0:00:00 left"),
-    ):  # fmt: skip
-        clock[0] = now
-        if done is not None:
-            bars.update(task.id, completed=done, total=10, updated=now)
-        assert shown() == text
-
-
-def test_the_bar_is_drawn_with_it() -> None:
-    console = Console()
-    console.err = RichConsole(file=io.StringIO(), force_terminal=True, width=80)
-    with console.track("scoring by ablation") as progress:
-        progress(7, 12, "block.encoder.layer.11.attention.self of 24 layers, and more that is told")
-    (line,) = [line for line in console.err.file.getvalue().split("\n") if "7/12" in line]  # type: ignore[attr-defined]
-    assert "-:--" not in line
-    assert "scoring by ablation (block" in line  # it took three lines
-    assert "0:00:00 left" in line

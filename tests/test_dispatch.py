@@ -1,18 +1,22 @@
-"""Models larger than a device: dispatched by Accelerate, weights on the CPU or on disk; statistics block by block; long texts."""
+"""Models larger than a device: dispatched by Accelerate, weights on the CPU or on disk; statistics block by block; long texts; memory that runs out."""
 
 import copy
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers as tf
 from accelerate import dispatch_model
 from accelerate.utils import OffloadedWeightsLoader
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,15 +27,16 @@ from headprune.checkpoint import load_call
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
+from headprune.memory import free_memory, halving
 from headprune.offload import Offloaded, copied, is_offloaded, put
 from headprune.repairing import calibrate
-from headprune.running import blocks_of
+from headprune.running import attributes_kept, blocks_of, restorer
 from headprune.scoring import gradient
 from headprune.seeing import maps
 from headprune.surgery import evidence, proof
 from tests.support import zoo
 from tests.support.commands import run, stderr_of
-from tests.support.otherdevice import pretended
+from tests.support.otherdevice import DEVICE, pretended
 
 
 def made(name: str, batches: int = 3) -> tuple[nn.Module, list[dict[str, Tensor]], dict[str, Tensor]]:
@@ -369,3 +374,81 @@ def test_a_device_map_may_name_a_parameter() -> None:
     assert placed(model) == f"cpu ({table.numel() * 4 / 2**20:,.0f} MiB), disk ({rest * 4 / 2**20:,.0f} MiB)"
     model.hf_device_map = {"": "disk"}
     assert placed(model).startswith("disk (")
+
+
+# -- stacks that are halved where memory runs out ---------------------------------------------------
+
+SAID = [
+    MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+]  # fmt: skip
+
+
+@mock.patch("headprune.memory.clear_device_cache", new=mock.Mock())  # it looks through all libraries, each time
+@given(st.integers(0, 30), st.integers(1, 12), st.data())
+def test_every_item_is_done_once_whatever_fits(count: int, size: int, data: st.DataObject) -> None:
+    """Memory may get less while the work goes on."""
+    done: list[int] = []
+    for part in halving(range(count), size):
+        with part as items:
+            if len(items) > data.draw(st.integers(1, size)):
+                raise data.draw(st.sampled_from(SAID))
+            done += items
+    assert done == list(range(count))
+
+
+@pytest.mark.parametrize(("error", "told"), [
+    (MemoryError(), "Memory ran out even with the smallest stack"), (ZeroDivisionError("by zero"), "^by zero$"),
+    (RuntimeError("an illegal memory access was encountered"), "^an illegal memory access"),
+])  # fmt: skip
+def test_one_item_that_does_not_fit_is_told_and_other_errors_stay(error: Exception, told: str) -> None:
+    with pytest.raises((hp.HeadPruneError, type(error)), match=told):  # noqa: PT012
+        for part in halving(range(4), 4):
+            with part:
+                raise error
+
+
+def test_there_is_memory() -> None:
+    """What PyTorch holds unused on a GPU counts as free."""
+    assert 1 << 20 < free_memory(torch.device("cpu")) < 1 << 50
+    with pretended():
+        assert free_memory(DEVICE) == 9 << 30  # 8 by the driver; of 2 that are held, 1 is used
+
+
+# -- a model is given back as it was ----------------------------------------------------------------
+
+
+def test_a_model_is_left_as_it_was_without_an_object_for_each_of_its_dicts() -> None:
+    """24 callbacks for every module let Python collect its garbage at each answer of a proof: 200 ms for a model of 444 modules."""
+    model = nn.Sequential(*(nn.Identity() for _ in range(100)))
+    gc.collect()
+    gc.disable()
+    try:
+        before = gc.get_count()[0]
+        with attributes_kept(model):
+            made = gc.get_count()[0] - before
+    finally:
+        gc.enable()
+    assert made < 60 * len(model)
+
+
+class Interrupting(dict[str, int]):
+    """Is interrupted once, when it is empty."""
+
+    again = False
+
+    def clear(self) -> None:
+        super().clear()
+        if not self.again:
+            self.again = True
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_a_model_is_given_back_leaves_no_module_empty() -> None:
+    parts: list[Any] = [{"a": 1}, Interrupting(b=2), {"c"}]
+    restore = restorer(parts)
+    for part in parts:
+        part.clear() if part is not parts[1] else part.pop("b")
+    with pytest.raises(KeyboardInterrupt):
+        restore()
+    assert parts == [{"a": 1}, {"b": 2}, {"c"}]

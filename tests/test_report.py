@@ -17,15 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console as RichConsole
+from rich.progress import Progress
 
 import headprune as hp
-from headprune.app.console import Console
+from headprune.app.console import Console, TimeLeft
 from headprune.app.runs import RunFolder
+from headprune.app.workflow.results import time_parts
 from headprune.cli import tables
+from headprune.timing import PARTS
 from tests.support import documents
+from tests.support.commands import Silent
 from tests.support.commands import run as command
 from tests.support.documents import LAYER, MEASURED, METRICS, RUN, SPEED, TIME, TRAINED, repaired, scores_of
 from tests.support.reports import reported
+from tests.support.zoo import bert
 
 STEP = {"before": 1.0, "held_out": 0.7, "strength": 1.0, "examples": 9}
 
@@ -598,3 +603,56 @@ def test_report_terminal_and_json_say_the_same(folder: Path | None, tmp_path: Pa
     assert max(map(len, narrow.partition("Dense and pruned")[2].partition("\n\n")[0].splitlines())) <= 80
     for model in (data["dense"], *data["budgets"]):
         assert f"{model['parameters']:,}" in narrow
+
+
+# -- progress in the terminal -----------------------------------------------------------------------
+
+
+def test_progress_never_stands_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that takes minutes: the time left is known from the first step on, and falls while one waits."""
+    clock = [0.0]
+    monkeypatch.setattr("headprune.app.console.time.monotonic", lambda: clock[0])
+    bars, column = Progress(get_time=lambda: clock[0]), TimeLeft()
+    column.max_refresh = None
+    bars.add_task("x", total=None)
+    (task,) = bars.tasks
+
+    def shown() -> str:
+        return column.render(task).plain
+
+    assert shown() == ""
+    for now, done, text in (
+        (0.0, 0, "0/10"), (60.0, 1, "1/10, 0:09:00 left"), (100.0, None, "1/10, 0:08:20 left"), (5000.0, None, "1/10, 0:00:00 left"),
+        (5000.0, 10, "10/10, 0:00:00 left"),
+    ):  # fmt: skip
+        clock[0] = now
+        if done is not None:
+            bars.update(task.id, completed=done, total=10, updated=now)
+        assert shown() == text
+
+
+def test_the_bar_is_drawn_with_it() -> None:
+    console = Console()
+    console.err = RichConsole(file=io.StringIO(), force_terminal=True, width=80)
+    with console.track("scoring by ablation") as progress:
+        progress(7, 12, "block.encoder.layer.11.attention.self of 24 layers, and more that is told")
+    (line,) = [line for line in console.err.file.getvalue().split("\n") if "7/12" in line]  # type: ignore[attr-defined]
+    assert "-:--" not in line
+    assert "scoring by ablation (block" in line  # it took three lines
+    assert "0:00:00 left" in line
+
+
+@pytest.mark.parametrize(("totals", "kept"), [([336.0, 0.8, 0.7], 0.8), ([336.0, 5.0, 9.0, 7.0, 8.0, 0.7], 5.0)])
+def test_a_disturbed_breakdown_is_measured_again(monkeypatch: Any, totals: list[float], kept: float) -> None:
+    """A few passes on a busy machine once took 475 times what the same model took where models were timed in turn."""
+    model, example = bert()
+    layers, left = hp.find_attention(model, example), iter(totals)
+
+    def measured(*_: Any, **__: Any) -> hp.Breakdown:
+        total = next(left)
+        return hp.Breakdown(2, 5, total, dict.fromkeys(PARTS, total / len(PARTS)), (), tuple(layers))
+
+    monkeypatch.setattr("headprune.app.workflow.results.breakdown", measured)
+    rows = [hp.LatencyRow(2, 5, {"dense": hp.Timing(0.71, 0.9, 20, 0.7, 0.72)}, {})]
+    (row,) = time_parts(model, layers, [(2, 5, example)], {}, rows, Silent())
+    assert row.total == kept

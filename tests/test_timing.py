@@ -14,13 +14,14 @@ from torch.nn import functional as F
 
 import headprune as hp
 from headprune import decoding, latency, timing
-from headprune.app.workflow.results import time_parts
-from headprune.timing import ATTENTION, ENDS, FEED_FORWARD, LAUNCH, PARTS, PROJECTIONS, REST
-from tests.support.commands import Silent
 from tests.support.errors import refuses
 from tests.support.zoo import ZOO, bert, gpt2, llama, mha, t5, text
 
 CPU = torch.device("cpu")
+PARTS = (
+    "attention projections", "attention itself", "feed-forward", "embeddings and head", "the rest", "launch overhead",
+)  # fmt: skip
+PROJECTIONS, ATTENTION, FEED_FORWARD, ENDS, REST, LAUNCH = PARTS
 
 
 class Attention(nn.Module):
@@ -232,22 +233,6 @@ def test_generated_tokens_and_their_cache(make: Any) -> None:
     for other in (bert, mha):  # which do not write
         model, example = other()
         assert decoding.benchmark_generation({"dense": model}, example) is None
-
-
-@pytest.mark.parametrize(("totals", "kept"), [([336.0, 0.8, 0.7], 0.8), ([336.0, 5.0, 9.0, 7.0, 8.0, 0.7], 5.0)])
-def test_a_disturbed_breakdown_is_measured_again(monkeypatch: Any, totals: list[float], kept: float) -> None:
-    """A few passes on a busy machine once took 475 times what the same model took where models were timed in turn."""
-    model, example = bert()
-    layers, left = hp.find_attention(model, example), iter(totals)
-
-    def measured(*_: Any, **__: Any) -> hp.Breakdown:
-        total = next(left)
-        return hp.Breakdown(2, 5, total, dict.fromkeys(PARTS, total / len(PARTS)), (), tuple(layers))
-
-    monkeypatch.setattr("headprune.app.workflow.results.breakdown", measured)
-    rows = [hp.LatencyRow(2, 5, {"dense": hp.Timing(0.71, 0.9, 20, 0.7, 0.72)}, {})]
-    (row,) = time_parts(model, layers, [(2, 5, example)], {}, rows, Silent())
-    assert row.total == kept
 
 
 # -- models in turn --

@@ -1,7 +1,6 @@
 """What the trace says of single models beside the table of the conformance suite, and what it refuses, in which words."""
 
 import copy
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.running import attributes_kept, restorer
 from tests.support import odd
 from tests.support.cases import answer, made, without
 from tests.support.errors import refuses
@@ -159,42 +157,6 @@ def test_a_trace_leaves_buffers_lists_and_attributes_alone() -> None:
     assert model[0].maps == []
     assert not hasattr(model[0], "noted")
     copy.deepcopy(model)
-
-
-def test_a_model_is_left_as_it_was_without_an_object_for_each_of_its_dicts() -> None:
-    """24 callbacks for every module let Python collect its garbage at each answer of a proof: 200 ms for a model of 444 modules."""
-    model = nn.Sequential(*(nn.Identity() for _ in range(100)))
-    gc.collect()
-    gc.disable()
-    try:
-        before = gc.get_count()[0]
-        with attributes_kept(model):
-            made = gc.get_count()[0] - before
-    finally:
-        gc.enable()
-    assert made < 60 * len(model)
-
-
-class Interrupting(dict[str, int]):
-    """Is interrupted once, when it is empty."""
-
-    again = False
-
-    def clear(self) -> None:
-        super().clear()
-        if not self.again:
-            self.again = True
-            raise KeyboardInterrupt
-
-
-def test_an_interrupt_while_a_model_is_given_back_leaves_no_module_empty() -> None:
-    parts: list[Any] = [{"a": 1}, Interrupting(b=2), {"c"}]
-    restore = restorer(parts)
-    for part in parts:
-        part.clear() if part is not parts[1] else part.pop("b")
-    with pytest.raises(KeyboardInterrupt):
-        restore()
-    assert parts == [{"a": 1}, {"b": 2}, {"c"}]
 
 
 def test_a_model_that_reads_its_own_hidden_states_answers_as_before() -> None:
