@@ -41,8 +41,7 @@ from tests.support.otherdevice import DEVICE, pretended
 
 def made(name: str, batches: int = 3) -> tuple[nn.Module, list[dict[str, Tensor]], dict[str, Tensor]]:
     """A tiny model, batches with labels, and an example."""
-    model, _ = zoo.ZOO[name]()
-    model.eval()
+    model = zoo.ZOO[name]()[0].eval()
     given = [zoo.labelled(model, zoo.text(4, 7, seed=i), seed=i) for i in range(batches)]
     return model, given, without_labels(model, given[0])
 

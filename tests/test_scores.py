@@ -85,18 +85,14 @@ def test_batch_size_and_order_do_not_matter(method: str, name: str) -> None:
 
 
 @cache
-def traced_llama() -> tuple[nn.Module, list[hp.AttentionLayer]]:
-    config = tf.LlamaConfig(**sizes("sdpa", num_hidden_layers=2, num_key_value_heads=2))
-    model = randomise(tf.LlamaForCausalLM(config))
-    return model, hp.find_attention(model, text())
-
-
 @pytest.mark.parametrize("method", EFFECTS)
 @settings(max_examples=4)
 @given(extra=st.integers(1, 6), rows=st.integers(1, 4), length=st.integers(2, 9), left=st.booleans())
 def test_padding_adds_nothing(method: str, extra: int, rows: int, length: int, left: bool) -> None:
     """On either side: on the left, a label of the text's first token would be one that only padding predicts."""
-    model, layers = traced_llama()
+    config = tf.LlamaConfig(**sizes("sdpa", num_hidden_layers=2, num_key_value_heads=2))
+    model = randomise(tf.LlamaForCausalLM(config))
+    layers = hp.find_attention(model, text())
     batch = labelled(model, text(rows, max(length, 4)))
     fill = {"input_ids": 7, "attention_mask": 0, "labels": -100}
     padded = {k: F.pad(v, (extra, 0) if left else (0, extra), value=fill[k]) for k, v in batch.items()}
