@@ -348,16 +348,3 @@ def test_a_few_faults_of_each_kind(tmp_path: Path) -> None:
     assert {row["trial"].split()[0] for row in rows} >= {"moment", "rename"}
     assert any("bits" in row for row in rows)
     assert all(row["fine"] for row in rows)
-
-
-def test_where_documents_differ_and_how_a_command_should_end() -> None:
-    assert "a 1: 3 instead of 2" in faults.difference({"a": [1, 3]}, {"a": [1, 2]})
-    assert "only one has b" in faults.difference({"a": 1, "b": 1}, {"a": 1})
-    for status, said, fine in (
-        (1, "headprune: no\nheadprune: no\n", False),
-        (1, "a note\nheadprune: no\n", True),
-        (1, "Traceback (most recent call last)\nheadprune: no\n", False),
-        (143, "", True),  # a signal before the command had begun
-        (1, "", False),
-    ):
-        assert faults.clean({"status": status, "stderr": said}) == fine

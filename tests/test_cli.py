@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 import headprune as hp
-from tests.support.commands import COMMANDS, PRUNE, metrics_of, python, run, stderr_of
+from tests.support.commands import PRUNE, metrics_of, python, run, stderr_of
 from tests.support.documents import opened
 from tests.support.folders import sentences
 
@@ -231,9 +231,3 @@ def test_what_a_model_prints_stays_out_of_the_document(bert_folder: Path, monkey
     result = run("inspect", bert_folder, "--json")
     assert json.loads(result.stdout)["model"] == str(bert_folder)
     assert "Hello from the model" in result.stderr
-
-
-def test_all_commands_take_the_same_flags() -> None:
-    for name, command in COMMANDS.items():
-        flags = {f for option in command.params for f in option.opts}
-        assert {"--json", "--quiet", "-q", "--verbose", "-v"} <= flags, name

@@ -120,6 +120,7 @@ def test_pruned_is_masked_and_loaded_is_saved(name: str, way: Callable[..., Drop
         with hp.mask(dense, drop, layers=layers):
             same(answer(model, batch), answer(dense, batch))
     found = hp.find_attention(model, example)
+    assert not any(a.maskable for a in found if a.name in proof.ghosts)  # a ghost is no head
     left = {a.name: a for a in found if a.prunable}
     stay = {a.name: [h for h in range(a.num_heads) if h not in drop[a.name]] for a in layers}
     for layer in layers:  # one head of a 3-D softmax is not told from other softmaxes

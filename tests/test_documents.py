@@ -359,3 +359,9 @@ def test_any_report(tmp_path: Path) -> None:
     assert said
     assert not wrong
     assert not any("\n" in str(error.args[0]) for error in said)
+
+
+def test_the_report_of_a_fine_tuning() -> None:
+    text = report.finetune_report("r", from_json(FinetuneRecord, FINETUNE))
+    assert "Kept: the weights after epoch 1, by accuracy on 50 choosing examples (`validation`): 50.0 % after 0" in text
+    assert "| pruned, fine-tuned | 60.0 % (50.0 % to 70.0 %) | -10.00 points (-15.00 to -5.00) | no measurable" in text

@@ -343,6 +343,16 @@ def reduced(kind: str, logits: Tensor, labels: Tensor, inputs: Any) -> Tensor:
     return {"labels": focal.sum() / counts.sum(), "examples": (focal / counts).mean(), "sum": focal.sum()}[kind]
 
 
+def test_a_custom_loss_of_every_label() -> None:
+    def every(logits: Tensor, labels: Tensor, inputs: Any) -> Tensor:
+        return reduced("labels", F.pad(logits, (0, 0, 0, 1)), F.pad(labels, (1, 0), value=-100), inputs)
+
+    model, batch = OwnLoss(randomise(my_gpt()), every), texts()
+    own, found = own_loss(model, batch), hp.evaluate(model, [batch])
+    assert found.metrics == pytest.approx({"loss": own, "perplexity": math.exp(own)}, rel=1e-4)
+    assert found.tokens.tolist() == (batch["labels"] != -100).sum(1).tolist()
+
+
 @pytest.mark.parametrize("equal", [False, True])
 @pytest.mark.parametrize("kind", ["labels", "examples", "sum", "other"])
 def test_how_a_custom_loss_is_averaged_is_measured(kind: str, equal: bool) -> None:

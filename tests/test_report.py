@@ -455,6 +455,7 @@ VERDICTS: dict[str, tuple[dict[str, Any], str, str]] = {  # the headline's words
     "an allowed drop that is exceeded": (limited(0.05), "worsens the accuracy", "for no model a loss above 5 points (your limit) is ruled out"),
     "guessing": (guessing("accuracy", 0.76), GUESSES, "None is recommended: the dense model is no better than guessing."),
     "not guessing": (guessing("accuracy", 0.5), "can go", "Recommended"),
+    "not guessing tokens": (guessing("perplexity", 30_000.0), "can go", "Recommended"),
     "guessing tokens": (guessing("perplexity", 12.5), GUESSES, "None is recommended: the dense model is no"),
     "slower": (timed({**SPEED, "ratio": 0.9, "verdict": "slower"}, FASTER), f"slower (0.90x as fast) {WHERE}; removing every head would give 1.50x", ""),
     "not faster": (timed(SPEED, SPEED), f"not measurably faster (1.01x, 0.98 to 1.04) {WHERE}; nor would it be with every head removed.", ""),

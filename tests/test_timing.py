@@ -85,6 +85,10 @@ PLACES = {
     "a layer without attention, in the list of the others": ((Stack([nn.Linear(16, 16), Block(16, 4, 24)], 16), INPUT), {
         "then.0": REST, "then.1.five": FEED_FORWARD,
     }),
+    "one block": (
+        (nn.Sequential(nn.Linear(16, 16), Attention(16, 4), nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 3)), INPUT),
+        {"": REST, "0": ENDS, "1": ATTENTION, "1.a": PROJECTIONS, "2": FEED_FORWARD, "3": FEED_FORWARD, "4": ENDS},
+    ),
 }  # fmt: skip
 
 

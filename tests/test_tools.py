@@ -1,6 +1,5 @@
 """The scripts beside headprune: sections of documents, licences, the tool that measures the tests, and `benchmarks/quality.py`."""
 
-import runpy
 from copy import deepcopy
 from pathlib import Path
 
@@ -22,11 +21,6 @@ def test_every_pinned_package_has_a_line() -> None:
         name, _, version = pin.partition("==")
         assert f"| {name} | {version} | " in PAGE, f"{pin}: run `make licences`"
     assert not [line for line in PAGE.splitlines() if "not known" in line and line.endswith("| yes |")]
-
-
-@pytest.mark.slow
-def test_the_page_is_what_the_script_writes() -> None:
-    assert runpy.run_path(str(ROOT / "tools" / "licences.py"))["written"](PAGE) == PAGE
 
 
 def test_the_tests_of_a_room_are_there() -> None:

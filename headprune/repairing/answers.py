@@ -69,8 +69,8 @@ def dense_answers(runner: Runner) -> DenseAnswers | str:
         known = _answers(runner, taken)
         classes = known[0].shape[1]
         basis = _basis(classes, gives_several(runner.model) or regresses(runner.model) or classes == 1)
-        rows = 2 * runner.examples * directions(len(basis), runner.examples)
-        if enough and rows <= MOST_ROWS:  # there is room for both
+        # Both, where there is room.
+        if enough and 2 * runner.examples * directions(len(basis), runner.examples) <= MOST_ROWS:
             known, taken = _answers(runner, own) + known, own + taken
     except HeadPruneError as error:
         return f"{_NOT}: {error.args[0]}"

@@ -134,6 +134,7 @@ Call = Callable[[Any, Any, Any], Any]  # hp, a tiny model, its example
 PYTHON: list[tuple[str, Call, str]] = [
     ("a head that is not there", lambda hp, m, x: hp.prune(m, {"L0": [9]}, x), "has no head 9"),
     ("a negative head", lambda hp, m, x: hp.prune(m, {"L0": [-1]}, x), "has no head -1"),
+    ("a head that is true", lambda hp, m, x: hp.prune(m, {"L0": [True]}, x), "no list of heads"),
     ("half a head", lambda hp, m, x: hp.prune(m, {"L0": [0.5]}, x), "no list of heads"),
     ("a head twice", lambda hp, m, x: hp.prune(m, {"L0": [1, 1]}, x), "head 1 is listed twice"),
     ("a layer twice", lambda hp, m, x: hp.prune(m, {"L0": [1], hp.find_attention(m, x)[0].name: [2]}, x), "named twice"),

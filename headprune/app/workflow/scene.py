@@ -117,7 +117,7 @@ def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
     if scene.loaded.task.modality == "text" and scene.loaded.task.name != "seq2seq":
         typical = latency.example_shape(scene.typical_input())[1]
         longer = min(4 * typical, positions_of(scene.model) or 4 * typical)
-        lengths = [typical, longer] if longer > typical else [typical]
+        lengths = [typical, longer] if longer > 1.2 * typical else [typical]
     return [(size, length) for length in lengths for size in sizes]
 
 
