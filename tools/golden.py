@@ -105,7 +105,7 @@ def d2l() -> Results:
     def make() -> tuple[nn.Module, Batches, Batches]:
         model, _ = textbook.made("d2l without lengths")
         generator = torch.Generator().manual_seed(3)
-        batches = [(textbook.hidden(32, seed), torch.randint(0, 3, (3,), generator=generator)) for seed in range(8)]
+        batches = [(textbook.hidden(seed), torch.randint(0, 3, (3,), generator=generator)) for seed in range(8)]
         return model, batches[:5], batches[5:]
 
     def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
