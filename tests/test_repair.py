@@ -572,10 +572,15 @@ def test_many_examples_are_seen_in_part_and_have_fewer_mixtures(monkeypatch: pyt
     for room, count in ((63, 0), (64, 1), (96, 2)):  # there are 32 examples
         monkeypatch.setattr(calibration, "_MOST_EXAMPLES", room)
         assert {mixed.shift for mixed in calibrated().statistics.runner.mixtures} == set(range(1, count + 1))
-    monkeypatch.setattr(answers, "MOST_ROWS", 24)
-    known, _ = calibrated(mixtures=False).answers
-    assert not isinstance(known, str)
-    assert 0 < known.examples <= 24
+    for room, few, many in (
+        (24, 1, 24),
+        (127, 32, 32),
+        (128, 64, 64),
+    ):  # two rows each; mixtures alone, and examples beside them
+        monkeypatch.setattr(answers, "MOST_ROWS", room)
+        known, _ = calibrated(mixtures=room > 24).answers
+        assert not isinstance(known, str)
+        assert few <= known.examples <= many
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])

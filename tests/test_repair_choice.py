@@ -285,6 +285,9 @@ def moved(start: nn.Module, mended: nn.Module, layers: Sequence[hp.AttentionLaye
 def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == 4:  # little room: coordinates are chosen by the first batch that is seen
         monkeypatch.setattr("headprune.repairing.gauss_newton._MOST_KEPT", 1)
+    elif kind == 2:  # one direction: more coordinates, and a strength that all answers choose
+        monkeypatch.setattr("headprune.repairing.gauss_newton._MOST", 1)
+        monkeypatch.setattr("headprune.repairing.gauss_newton._MOST_TRIED", 1)
     problem, drop = kind if kind == "multi_label_classification" else None, DROP
     if kind == "albert":  # one module that is called three times
         model, *batches = brute.model_of("albert")

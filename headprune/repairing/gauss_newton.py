@@ -120,7 +120,7 @@ _START = 10**-0.5  # the strength that is tried first
 _GAIN = 0.999  # of the error there was, at most: less gain may be rounding
 _ROUNDED = 1e-2  # strengths below it need float64
 _MOST_TRIED = 1024  # rows that strengths are compared on, where an example has several
-_AT_ONCE = 1 << 12  # coordinates that are widened to float64; of rows, which are long, a sixteenth
+_ROWS_AT_ONCE, _COORDINATES_AT_ONCE = 256, 4096  # that are widened to float64
 _MOST_KEPT = 1 << 28  # bytes of inputs and slopes that coordinates are chosen by: some hundred examples serve
 _NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 
@@ -167,10 +167,9 @@ def gauss_newton(
 
     Minimised is ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is what example i's answer lacks of the dense
     model's, J_i its gradient with respect to all of these weights, d their change, v the mean squared length of a row
-    of J. d is sought along the coordinates in which J is longest (`longest`). With fewer
-    answers than these it is solved for one number per answer (kernel ridge regression with the neural tangent kernel;
-    Saunders et al. 1998, Jacot et al. 2018, arXiv:1806.07572), and the strength is the best by leaving out each example
-    in turn, in closed form.
+    of J. d is sought along the coordinates in which J is longest (`longest`). With fewer answers than these it is solved for
+    one number per answer (kernel ridge regression with the neural tangent kernel; Saunders et al. 1998, Jacot et al. 2018,
+    arXiv:1806.07572), and the strength is the best by leaving out each group of examples in turn, in closed form.
 
     Returns:
         Changes of weights by module, ``W [in, out]`` and ``b [out]``, float64 on the CPU; what is known of them; and the changes that
@@ -283,12 +282,12 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
 
 def _unit(rows: Tensor) -> float:
     """Mean squared length, summed in float64."""
-    return float(torch.cat([some.double().square().sum(1) for some in torch.split(rows, _AT_ONCE // 16)]).mean())
+    return float(torch.cat([some.double().square().sum(1) for some in torch.split(rows, _ROWS_AT_ONCE)]).mean())
 
 
 def _sum(rows: Tensor, alpha: Tensor) -> Tensor:
     """Of rows times ``alpha [rows]``, ``[coordinates]`` in float64."""
-    return torch.cat([some.T.double() @ alpha for some in torch.split(rows, _AT_ONCE, dim=1)])
+    return torch.cat([some.T.double() @ alpha for some in torch.split(rows, _COORDINATES_AT_ONCE, dim=1)])
 
 
 def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength: float) -> tuple[float, Tensor]:

@@ -111,7 +111,7 @@ def budget_input(scene: Scene) -> dict[str, Any]:
 
 
 def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
-    """Batch 1 and the run's batch size; for texts at the median length and at four times that, as far as the model reads."""
+    """Batch 1 and the run's batch size; for texts at the median length, and at four times that as far as the model reads, if that is a fifth longer."""
     sizes = sorted({1, scene.options.data.batch_size})
     lengths: list[int | None] = [None]
     if scene.loaded.task.modality == "text" and scene.loaded.task.name != "seq2seq":
