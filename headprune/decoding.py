@@ -61,12 +61,11 @@ def benchmark_generation(
     Returns:
         The times; None if the first model does not write text, if any keeps no key/value cache, or if the prompt leaves no place for a token.
     """
-    dense = next(iter(models.values()))
+    dense: Any = next(iter(models.values()))
     if not writes(dense) or not isinstance(example, Mapping):
         return None
     prompt = _prompt(dense, example)
-    config: Any = dense.config
-    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
+    most = getattr(dense.config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
     tokens = prompt["decoder_input_ids" if is_encoder_decoder(dense) else "input_ids"]
     new = min(new, most - tokens.shape[1])
     sizes = {name: latency.cache_bytes(model, prompt) for name, model in models.items()}

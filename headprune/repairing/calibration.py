@@ -104,10 +104,14 @@ class Calibration:
         """Forward passes over the examples that `statistics` takes, about; a backward pass counts as two."""
         if not self.repairs:
             return 0.0
-        share = room(self.projections, self.values) if self.values else 0
         mixtures = mixed_texts(self.runner.batches, self.runner.rows, self.mixtures, 0)
         times = sum(len(each.firsts) for each in mixtures) / self.runner.examples
-        return bool(share) + times + (3 + share) * (1 + times)
+        return bool(self.share) + times + (3 + self.share) * (1 + times)
+
+    @property
+    def share(self) -> int:
+        """Directions that every head's values are refitted along, in widths of a head; a fit has as many more inputs."""
+        return room(self.projections, self.values) if self.values else 0
 
     @cached_property
     def statistics(self) -> Statistics:

@@ -85,8 +85,7 @@ def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> 
     if gate and output is None and not _is_plain(trace.modules[gate.module]):
         reason = _unsliceable(gate.module, trace.modules[gate.module])
     if attention.module in ghosts(trace.model):
-        reason = "all of its heads were pruned; one stays with zero output, for the cache"
-        gate = output = None
+        reason, output, gate = "all of its heads were pruned; one stays with zero output, for the cache", None, None
     cut = [part for part in (output, *projections) if part and not (part is output and attention.concatenated)]
     reason = reason or _uncuttable(trace, attention, cut, output, tables)
     inside = [module for name, module in trace.modules.items() if is_inside(name, attention.module)]

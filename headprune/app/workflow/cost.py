@@ -30,6 +30,7 @@ _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repa
 # Passes of a plan over the reporting part: repaired, masked, repaired as the random heads are, and these.
 _MEASURED = 3.0 + RANDOM_DRAWS
 _LEVELS = 6  # points of the curve, about
+_FIT = 0.02  # seconds of a layer's fit, however narrow
 _SOLVE = 4e-9  # seconds of a layer's least squares, per number in a square matrix of its width, times a hundredth of the width
 _REPORT = 4.0  # seconds of the report and its pictures
 
@@ -89,8 +90,8 @@ def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScor
     fits = 0.0
     if config.search.repair:
         passes += plans * (_REPAIR + _DECIDED * choose)
-        widths = [p.weight.shape[1] for p in trials.calibration.projections]
-        fits = (points + plans * _MEASURED) * sum(_SOLVE * width**3 / 100 for width in widths)
+        widths = [len(p.weight) * (1 + trials.calibration.share) for p in trials.calibration.projections]
+        fits = (points + plans * _MEASURED) * sum(_FIT + _SOLVE * width**3 / 100 for width in widths)
     once = forward / sum(map(cost_of, batches))
     passed = (latency.MIN_RUNS * once * cost_of(example) for _, _, example in inputs(scene))
     timing = sum((plans + 2) * max(latency.MIN_SECONDS, seconds) + 1.5 for seconds in passed)
