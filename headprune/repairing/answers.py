@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from scipy.linalg import helmert
-from torch import Tensor
+from torch import Tensor, nn
 
 from headprune.divergence import gives_several, logits_of, part_of, regresses
 from headprune.errors import HeadPruneError
@@ -67,8 +67,7 @@ def dense_answers(runner: Runner) -> DenseAnswers | str:
     taken = _some(runner, mixed if enough else own)
     try:
         known = _answers(runner, taken)
-        classes = known[0].shape[1]
-        basis = _basis(classes, gives_several(runner.model) or regresses(runner.model) or classes == 1)
+        basis = _basis(runner.model, known[0].shape[1])
         # Both, where there is room.
         if enough and 2 * runner.examples * directions(len(basis), runner.examples) <= MOST_ROWS:
             known, taken = _answers(runner, own) + known, own + taken
@@ -124,11 +123,11 @@ def _logits(runner: Runner, batch: Any) -> Tensor:
     return logits_by_example(runner, runner.run(batch, unwatched), batch).cpu().double()
 
 
-def _basis(classes: int, every: bool) -> Tensor:
+def _basis(model: nn.Module, classes: int) -> Tensor:
     """What counts of an answer, orthonormal ``[directions, classes]``: all of it, or the differences between classes (Helmert's).
 
     Eigenvectors would do, but where eigenvalues are equal each machine has others, and random directions are drawn along these.
     """
-    if every:
+    if gives_several(model) or regresses(model) or classes == 1:
         return torch.eye(classes, dtype=torch.float64)
     return torch.from_numpy(helmert(classes))
