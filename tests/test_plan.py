@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -159,9 +160,7 @@ def test_plans_by_hand(scores: hp.HeadScores, keep: int, options: dict[str, Any]
     (EVEN, 3, {"protect": "L0.H4"}, "Layer l0 has no head 4", "It has 4: 0 to 3."),
 ])  # fmt: skip
 def test_what_cannot_be_planned(scores: Any, keep: int, options: dict[str, Any], message: str, hint: str) -> None:
-    refused = refuses("", hp.plan, scores, keep, **options)
-    assert message in str(refused)
-    assert hint in refused.hint
+    assert hint in refuses(re.escape(message), hp.plan, scores, keep, **options).hint
 
 
 def test_a_layer_whose_name_looks_like_a_head_is_a_layer() -> None:

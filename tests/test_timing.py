@@ -18,10 +18,7 @@ from tests.support.errors import refuses
 from tests.support.zoo import ZOO, bert, gpt2, llama, mha, t5, text
 
 CPU = torch.device("cpu")
-PARTS = (
-    "attention projections", "attention itself", "feed-forward", "embeddings and head", "the rest", "launch overhead",
-)  # fmt: skip
-PROJECTIONS, ATTENTION, FEED_FORWARD, ENDS, REST, LAUNCH = PARTS
+PROJECTIONS, ATTENTION, FEED_FORWARD, ENDS, REST, LAUNCH = PARTS = timing.PARTS
 
 
 class Attention(nn.Module):
@@ -85,10 +82,9 @@ PLACES = {
     "a layer without attention, in the list of the others": ((Stack([nn.Linear(16, 16), Block(16, 4, 24)], 16), INPUT), {
         "then.0": REST, "then.1.five": FEED_FORWARD,
     }),
-    "one block": (
-        (nn.Sequential(nn.Linear(16, 16), Attention(16, 4), nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 3)), INPUT),
-        {"": REST, "0": ENDS, "1": ATTENTION, "1.a": PROJECTIONS, "2": FEED_FORWARD, "3": FEED_FORWARD, "4": ENDS},
-    ),
+    "one block": ((nn.Sequential(nn.Linear(16, 16), Attention(16, 4), nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 3)), INPUT), {
+        "": REST, "0": ENDS, "1": ATTENTION, "1.a": PROJECTIONS, "2": FEED_FORWARD, "3": FEED_FORWARD, "4": ENDS,
+    }),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The scripts beside headprune: sections of documents, licences, the tool that measures the tests, and `benchmarks/quality.py`."""
+"""The scripts beside headprune: licences, the tool that measures the tests, and `benchmarks/quality.py`."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -13,14 +13,14 @@ from tests.support.checks import hooks
 from tests.support.problems import small
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "licences.md").read_text()
 
 
 def test_every_pinned_package_has_a_line() -> None:
+    page = (ROOT / "docs" / "licences.md").read_text()
     for pin in (ROOT / "constraints.txt").read_text().split():
         name, _, version = pin.partition("==")
-        assert f"| {name} | {version} | " in PAGE, f"{pin}: run `make licences`"
-    assert not [line for line in PAGE.splitlines() if "not known" in line and line.endswith("| yes |")]
+        assert f"| {name} | {version} | " in page, f"{pin}: run `make licences`"
+    assert not [line for line in page.splitlines() if "not known" in line and line.endswith("| yes |")]
 
 
 def test_the_tests_of_a_room_are_there() -> None:
