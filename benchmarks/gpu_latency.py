@@ -1,16 +1,17 @@
-"""The whole command on a GPU, and what pruning heads makes faster there: parts that resume, at most 25 minutes on one GPU in all.
+"""The whole command on a GPU, and what pruning heads makes faster there: parts that resume.
 
     python3 benchmarks/gpu_latency.py --work $OUT/gpu_latency.json --minilm .gpu/minilm-rt    # on the GPU
     python benchmarks/gpu_latency.py --work gpu_latency.json --document                       # docs/scale.md
     python benchmarks/gpu_latency.py --work try.json --device cpu --small                     # to try the script
 
-Weights are random, but minilm-rt's. Models are timed in turn (`headprune.benchmark`: by CUDA events); the dense model stands twice in every
-turn, and by how much its two medians differ is said.
+Weights are random, but minilm-rt's; the models of commands are trained for some seconds before. Models are timed in turn
+(`headprune.benchmark`: by CUDA events); the dense model stands twice in every turn, and by how much its two medians differ is said.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import gc
 import random
@@ -85,24 +86,48 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
 
 
 def written(name: str, options: argparse.Namespace, here: Path) -> list[Any]:
-    """A random model with a tokenizer, random data in folders, and the arguments that name them."""
+    """A model with a tokenizer, data in folders, and the arguments that name them; the model is trained for some seconds."""
     from tests.support.folders import WORDS, tokenizer, write_jsonl
 
     classes, words, rng = name == "BERT-base", tokenizer(), random.Random(0)
-    model = built(name, options, "float32" if classes else "bfloat16")
-    words.model_max_length = 1024
-    model.config.pad_token_id = 0
-    for each in (model, words):
-        each.save_pretrained(here / "model")
-    count, longest = (
-        48 if options.small else 1200 if classes else 140,
-        60 if options.small else 120 if classes else 1100,
-    )
-    for split in ("train", "validation"):
-        drawn = [rng.choices(WORDS, k=rng.randint(longest // 2, longest)) for _ in range(count)]
+    model = built(name, options, weights="initial")
+    longest = 60 if options.small else 120 if classes else 1000
+
+    def text(length: int) -> list[str]:
+        """Words at random; of a language model, nine in ten follow from the two before."""
+        found = rng.choices(range(len(WORDS)), k=length)
+        for i in range(2, 0 if classes else length):
+            found[i] = (3 * found[i - 1] + 5 * found[i - 2] + 1) % len(WORDS) if rng.random() < 0.9 else found[i]
+        return [WORDS[i] for i in found]
+
+    def rows(count: int) -> list[dict[str, Any]]:
+        drawn = [text(rng.randint(longest // 2, longest)) for _ in range(count)]
         labels = [{"label": int(each.count("good") > each.count("bad"))} if classes else {} for each in drawn]
-        rows = [{"text": " ".join(each), **label} for each, label in zip(drawn, labels, strict=True)]
-        write_jsonl(here / "data" / f"{split}.jsonl", rows)
+        return [{"text": " ".join(each), **label} for each, label in zip(drawn, labels, strict=True)]
+
+    steps, size, rate = 4 if options.small else 300, 64 if classes else 4, 1e-4 if classes else 3e-4
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
+    for step in range(steps):
+        drawn = rows(size)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1, step / 30, 2 * (1 - step / steps))
+        given = words([row["text"] for row in drawn], padding=True, return_tensors="pt").to(model.device)
+        given.pop("token_type_ids", None)
+        labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+        labels = torch.tensor([row["label"] for row in drawn], device=model.device) if classes else labels
+        with torch.autocast(model.device.type, torch.bfloat16):
+            loss = model.train()(**given, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    print(f"{name}: loss {loss.item():.3f} after {steps} steps", flush=True)
+    words.model_max_length, model.config.pad_token_id = 1024, 0
+    for saved in (model.eval().to(torch.float32 if classes else torch.bfloat16), words):
+        saved.save_pretrained(here / "model")
+    counts = (48, 48) if options.small else (1200, 600) if classes else (140, 40)
+    for split, count in zip(("train", "validation"), counts, strict=True):
+        write_jsonl(here / "data" / f"{split}.jsonl", rows(count))
     more = [] if classes else ["-L", 64, "-b", 4, "--max-length", 32 if options.small else 1024]
     return [here / "model", "-d", here / "data", *more]
 
@@ -138,39 +163,102 @@ def eight(options: argparse.Namespace) -> list[str]:
 # -- latency ---------------------------------------------------------------------------------------
 
 GRID: dict[str, dict[str, list[tuple[int, int]]]] = {
-    "BERT-base": {"bfloat16": [(1, 128), (32, 128), (128, 128), (8, 2048)], "float32": [(1, 128), (128, 128)]},
+    "BERT-base": {
+        "bfloat16": [(1, 128), (8, 128), (32, 128), (128, 128), (8, 2048), (4, 4096)],
+        "float16": [(1, 128), (128, 128)],
+        "float32": [(1, 128), (128, 128)],
+    },
     "ViT-B": {"bfloat16": [(1, 0), (32, 0), (128, 0)], "float32": [(64, 0)]},
     "Llama-1B": {"bfloat16": [(1, 128), (8, 1024), (1, 4096)], "float32": [(4, 512)]},
     "Llama-8B": {"bfloat16": [(1, 128), (8, 1024)]},
 }
 
 
+class Graphed(torch.nn.Module):
+    """A model's forward pass on one input, captured in a CUDA graph; calling it replays the graph."""
+
+    def __init__(self, model: Any, given: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.model, stream = model, torch.cuda.Stream()
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            for _ in range(3):
+                model(**given)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(self.graph):
+            self.output = model(**given)
+
+    def forward(self, **_: Any) -> Any:
+        self.graph.replay()
+        return self.output
+
+
+@contextlib.contextmanager
+def watched(options: argparse.Namespace) -> Iterator[list[str]]:
+    """The GPU's clock and power while the context lasts, in a line."""
+    said: list[str] = []
+    if not options.device.startswith("cuda"):
+        yield said
+        return
+    asked = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "200"]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as process:
+        yield said
+        process.terminate()
+        each = [[float(x) for x in line.split(",")] for line in process.communicate()[0].splitlines()]
+    clocks, power = zip(*each, strict=True)
+    said += [f"The GPU's clock: {min(clocks):.0f} to {max(clocks):.0f} MHz; power up to {max(power):.0f} W.", ""]
+
+
 def latency(shape: str, options: argparse.Namespace) -> list[str]:
-    """Dense and pruned models of a shape in turn, with the most that each plan can gain; plain, and compiled with CUDA graphs."""
-    rows, twins, least, names = [], [], 0.3 if not options.small else 0.0, []
-    for kind, inputs in ({"float32": [(2, 16)]} if options.small else GRID[shape]).items():
-        shares = (0.75, 0.5, 0.25, 0.0) if shape != "Llama-8B" and not options.small else (0.5, 0.0)
-        for model, layers, others, drops in versions(shape, kind, shares, options):
-            names = list(others)
-            for batch, tokens in inputs:
-                given = fed(model, batch, tokens)
-                models = {"dense": model, **others, "dense again": model}
-                row = hp.benchmark(models, given, min_runs=2 if options.small else 15, min_seconds=least)
-                parts = hp.breakdown(model, given, layers=layers, min_seconds=least)
-                cells = [f"{row.speedups[n].ratio:.2f} of {parts.bound(drop):.2f}" for n, drop in drops.items()]
-                waits, dense = f"{parts.shares['launch overhead']:.0%}", f"{row.timings['dense'].median:.3f} ms"
-                twins.append(abs(row.speedups["dense again"].ratio - 1))
-                graphed = "not tried"
-                if options.device.startswith("cuda") and shape == "BERT-base":  # others take minutes to compile
-                    fast = {n: torch.compile(m, mode="reduce-overhead") for n, m in (("dense", model), *others.items())}
-                    graphed = f"{hp.benchmark(fast, given).speedups['50%'].ratio:.2f}"
-                rows.append([f"{kind}, {batch} x {tokens}", dense, *cells, waits, graphed])
+    """Dense and pruned models of a shape in turn, with the most that each plan can gain; and replayed by CUDA graphs."""
+    rows, twins, names, runs = [], [], [], {"min_runs": 2 if options.small else 15, "min_seconds": 0.25}
+    cuda = options.device.startswith("cuda")
+    with watched(options) as said:
+        for kind, inputs in ({"float32": [(2, 16)]} if options.small else GRID[shape]).items():
+            shares = (0.75, 0.5, 0.25, 0.0) if shape != "Llama-8B" and not options.small else (0.5, 0.0)
+            for model, layers, others, drops in versions(shape, kind, shares, options):
+                names = list(others)
+                for batch, tokens in inputs:
+                    given = fed(model, batch, tokens)
+                    models = {"dense": model, **others, "dense again": model}
+                    row, parts = (
+                        hp.benchmark(models, given, **runs),
+                        hp.breakdown(model, given, layers=layers, min_seconds=0.2),
+                    )
+                    bounds = [f"{row.speedups[n].ratio:.2f} of {parts.bound(drop):.2f}" for n, drop in drops.items()]
+                    twins.append(abs(row.speedups["dense again"].ratio - 1))
+                    cells = [f"{row.timings['dense'].median:.3f} ms", *bounds, f"{parts.shares['launch overhead']:.0%}"]
+                    if cuda:
+                        row = hp.benchmark({n: Graphed(m, given) for n, m in models.items()}, given, **runs)
+                        cells += [
+                            f"{row.timings['dense'].median:.3f} ms",
+                            *(f"{row.speedups[n].ratio:.2f}" for n in others),
+                        ]
+                    rows.append([f"{kind}, {batch}{f' x {tokens}' if tokens else ''}", *cells])
+                    print(rows[-1], flush=True)
+    graphed = ["dense, graph", *(f"{n}, graph" for n in names)] if cuda else []
     return [
         f"{shape}: the dense model's time; how many times as fast each pruned model is, of how many at most (Amdahl's law, `headprune.breakdown`); the share of "
-        "the dense pass in which the GPU waits for launches; and how many times as fast half of the heads are where both are compiled, with CUDA graphs.", "",
-        *table(["type, batch x tokens", "dense", *names, "launch overhead", "50%, compiled"], rows), "",
-        f"The dense model timed twice in the same turns differs by at most {max(twins):.1%}.",
+        "the dense pass in which the GPU waits for launches; and the same replayed by CUDA graphs, where nothing waits.", "",
+        *table(["type, batch x tokens", "dense", *names, "launch overhead", *graphed], rows), "",
+        f"The dense model timed twice in the same turns differs by at most {max(twins):.1%}.", *said,
     ]  # fmt: skip
+
+
+def compiled(options: argparse.Namespace) -> list[str]:
+    """BERT-base, plain and by torch.compile with CUDA graphs."""
+    rows, kind = [], "float32" if options.small else "bfloat16"
+    for model, _, others, _ in versions("BERT-base", kind, (0.5,), options):
+        for batch, tokens in [(2, 16)] if options.small else [(1, 128), (128, 128)]:
+            given, models = fed(model, batch, tokens), {"dense": model, **others}
+            fast = {n: torch.compile(m, mode="reduce-overhead", dynamic=False) for n, m in models.items()}
+            plain, quick = hp.benchmark(models, given), hp.benchmark(fast, given)
+            cells = [
+                f"{each.timings['dense'].median:.3f} ms | {each.speedups['50%'].ratio:.2f}" for each in (plain, quick)
+            ]
+            rows.append([f"{kind}, {batch} x {tokens}", *cells])
+    heads = ["BERT-base", "dense", "50%", "dense, compiled", "50%, compiled"]
+    return table(heads, rows)
 
 
 def writing(options: argparse.Namespace) -> list[str]:
@@ -195,7 +283,8 @@ def writing(options: argparse.Namespace) -> list[str]:
 PARTS = {
     "command-minilm": Part("`headprune prune`: minilm-rt", partial(command, "minilm-rt"), 100),
     "command-bert-base": Part("`headprune prune`: a BERT-base", partial(command, "BERT-base"), 130),
-    "latency-bert": Part("Latency: BERT-base", partial(latency, "BERT-base"), 200),
+    "latency-bert": Part("Latency: BERT-base", partial(latency, "BERT-base"), 100),
+    "compiled": Part("Compiled", compiled, 100),
     "latency-vit": Part("Latency: ViT-B", partial(latency, "ViT-B"), 60),
     "latency-1b": Part("Latency: a 1B decoder", partial(latency, "Llama-1B"), 120),
     "writing": Part("Decoders: prompt, tokens per second, cache", writing, 90),

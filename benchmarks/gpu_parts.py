@@ -120,14 +120,16 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
 # -- models and inputs -----------------------------------------------------------------------------
 
 
-def built(shape: str, options: argparse.Namespace, kind: str = "float32", attention: str = "sdpa") -> Any:
-    """A model of a common shape, made on the device; its weights are random, and large enough for heads to matter."""
+def built(
+    shape: str, options: argparse.Namespace, kind: str = "float32", attention: str = "sdpa", weights: str = "large"
+) -> Any:
+    """A model of a common shape, made on the device; its random weights are large enough for heads to matter, or ``"initial"`` ones."""
     config, cls, large, small = SHAPES[shape]
     torch.manual_seed(0)
     with torch.device(options.device), torch.no_grad():
         sizes = config(**(small if options.small else large))
         model = cls._from_config(sizes, attn_implementation=attention, dtype=TYPES[kind])
-        for p in model.parameters():
+        for p in model.parameters() if weights == "large" else ():
             if p.ndim > 1:
                 p.normal_(std=1.2 / p.shape[-1] ** 0.5)
     return model.eval()
