@@ -64,14 +64,14 @@ class Divergence:
         if self.compares_numbers or self._several:
             return batch
         # The same draws for an example in whatever batch, with whatever padding.
-        chances = known.double().softmax(-1).cumsum(-1).cpu()
+        chances = known.double().softmax(-1).cumsum(-1)  # large of a language model: it stays where it is
         counted = self._counted(batch, chances[..., 0])
-        drawn = torch.zeros(chances.shape[:-1], dtype=torch.long)
+        drawn = torch.zeros(chances.shape[:-1], dtype=torch.long, device=known.device)
         for i, (rows, real) in enumerate(zip(chances, counted, strict=True)):
             numbers = np.random.default_rng((self.seed, start + i)).random(int(real.sum()))
-            uniform = torch.from_numpy(numbers)[:, None]
+            uniform, real = torch.from_numpy(numbers)[:, None].to(known.device), real.to(known.device)
             drawn[i][real] = (rows[real].reshape(-1, rows.shape[-1]) < uniform).sum(-1).clamp(max=rows.shape[-1] - 1)
-        return {**batch, DRAWN: drawn.to(known.device)}
+        return {**batch, DRAWN: drawn}
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``; differentiable under grad mode."""

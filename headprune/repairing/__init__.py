@@ -23,7 +23,7 @@ from headprune import input_specs
 from headprune.arguments import Plan, given_to_choose, heads_of, layers_for, listed, together
 from headprune.attention import AttentionLayer, Heads, check_heads
 from headprune.divergence import Fidelity
-from headprune.fingerprint import identities
+from headprune.fingerprint import identity
 from headprune.inputs import check_weights, inputs_of
 from headprune.plans import PruningPlan, note_repaired
 from headprune.repairing.calibration import Calibration, calibrate
@@ -101,7 +101,7 @@ def repair(
         plan.check_model(model)
     layers = layers_for(model, layers, batches=(batches := listed(batches)))
     others = None if choose is None else given_to_choose(choose, batches)
-    drop, before = check_heads(heads_of(plan), layers), identities(model)
+    drop, before = check_heads(heads_of(plan), layers), (identity(model), getattr(plan, "model", ""))
     fits = ridge != math.inf
     with torch.inference_mode(False), together(accelerator, model, batches):
         calibration = calibrate(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import LABELS, tensors, widened
 
 BLOCK = 4  # examples that are mixed with one another only, so that they can be left out together
+_MANY_CLASSES, _STARTS = 4096, 1 << 20  # a language model's; where a token's stretch of random numbers may begin
 _TEXT = {"input_ids", "attention_mask", "token_type_ids"}
 
 
@@ -167,13 +169,25 @@ def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
     """Random numbers ``[examples, ...]``: the same for an example in any batch, none at padding."""
     if not like.ndim or len(like) != len(seeds):
         return torch.randn(like.shape, generator=torch.Generator().manual_seed(seeds[0])).to(like)
-    random = torch.zeros(like.shape)
+    many = like.shape[-1] > _MANY_CLASSES
+    random = torch.zeros(like.shape, device=like.device if many else "cpu")
     places = None if mask is None else mask.cpu()  # at once: every copy waits for a GPU
     for row, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
-        if places is not None:
-            real = places[row]
-            random[row, real] = torch.randn(int(real.sum()), *like.shape[2:], generator=generator)
+        real = slice(None) if places is None else places[row].to(random.device)
+        shape = like.shape[1:] if places is None else (int(places[row].sum()), *like.shape[2:])
+        if many:
+            at = torch.randint(_STARTS, shape[:-1], generator=generator).to(like.device)
+            random[row][real] = _numbers(shape[-1], like.device).unfold(0, shape[-1], 1)[at]
         else:
-            random[row] = torch.randn(like.shape[1:], generator=generator)
+            random[row][real] = torch.randn(shape, generator=generator)
     return random.to(like)
+
+
+@lru_cache(maxsize=1)
+def _numbers(classes: int, device: torch.device) -> Tensor:
+    """Random numbers, of which every token of a language model takes a stretch that begins anywhere.
+
+    Numbers that are the same on every machine come from the CPU, and one for each token and class would keep a GPU waiting.
+    """
+    return torch.randn(classes + _STARTS - 1, generator=torch.Generator().manual_seed(0)).to(device)
