@@ -60,11 +60,26 @@ def alike(kind: str, options: argparse.Namespace) -> list[str]:
     )  # headprune turns it off where it compares and fits
     try:
         for family in FAMILIES[: 2 if options.small else None]:
-            rows += [[f"{family}: {row[0]}", *row[1:]] for row in compared(family, kind, options.device)]
+            rows += [[family, *row] for row in compared(family, kind, options.device)]
     finally:
         torch.set_float32_matmul_precision(before)
-    about = f"{kind}: the largest difference from float64 on the CPU, as a share of the largest value; beside it what the same type is off by on the CPU."
-    return [about, "", *table(["", "on the device", "on the CPU", "within tolerance"], rows)]
+    about = f"{kind}, {len({row[0] for row in rows})} models ({', '.join(dict.fromkeys(row[0] for row in rows))}): the largest difference from float64 on the CPU, as a share of the largest value"
+    return [f"{about}; beside it what the same type is off by on the CPU.", "", *table(HEADS, worst(rows))]
+
+
+HEADS = ["", "on the device, at most", "on the CPU", "of", "within tolerance: all"]
+
+
+def worst(rows: list[list[str]]) -> list[list[str]]:
+    """Of every measure the model with the largest difference; from (model, measure, on the device, on the CPU, within tolerance)."""
+    found = []
+    for what in dict.fromkeys(row[1] for row in rows):
+        each = [row for row in rows if row[1] == what]
+        some = max(each, key=lambda row: float(row[2]) if "e" in row[2] else -float(row[2].rstrip("%") or 0))
+        found.append(
+            [what, some[2], some[3], some[0] if some[2] else "", fine(all(row[4] == fine(True) for row in each))]
+        )
+    return found
 
 
 def compared(family: str, kind: str, device: str) -> Iterator[list[str]]:

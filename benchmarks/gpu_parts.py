@@ -107,9 +107,12 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
 def _document(parts: Mapping[str, Part], known: Mapping[str, Any], heading: str) -> list[str]:
     lines = [f"## {heading}", ""]
     for name, part in parts.items():
-        lines += [f"### {part.title}", "", *_lines(known.get(name, {})), ""]
-    places = dict.fromkeys(found["where"] for found in known.values())
-    return [*lines, f"Measured on {'; '.join(places) or 'nothing yet'}."]
+        lines += [f"### {part.title}", "", *_lines(known[name]), ""] if name in known else []
+    places, missing = dict.fromkeys(found["where"] for found in known.values()), [n for n in parts if n not in known]
+    return [
+        *lines,
+        f"Measured on {'; '.join(places) or 'nothing yet'}. Not run yet: {', '.join(missing) or 'nothing'}.",
+    ]
 
 
 def table(heads: list[str], rows: list[list[str]]) -> list[str]:
