@@ -22,7 +22,7 @@ from headprune.uncertainty import CONFIDENCE
 WARM_UP = 3
 MIN_RUNS = 20
 MIN_SECONDS = 1.0
-MAX_RUNS = 200
+MAX_RUNS = 100
 
 
 @dataclass(frozen=True)

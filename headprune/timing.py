@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -234,9 +233,9 @@ def profiled(model: nn.Module, example: Example, device: torch.device) -> Profil
                 pass
         if cuda:
             torch.cuda.synchronize(device)
-    times = read(result.events(), on_device=cuda)
-    del result
-    gc.collect()  # its events refer to one another: some 100 MB a pass would wait for Python to look for such
+    times = read(events := result.events(), on_device=cuda)
+    while events:  # they refer to one another: some 100 MB a pass would wait for Python to look for such
+        events.pop().__dict__.clear()
     return times
 
 

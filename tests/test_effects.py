@@ -185,6 +185,18 @@ def test_heads_wider_than_their_input(heads: tuple[int, int]) -> None:
     check_by_regression(calibration, example, {}, single=True, ridge=0.1)
 
 
+def test_noise_over_many_classes_is_like_any_other() -> None:
+    """Its stretches are of one table: uncorrelated between tokens and between classes, and an example's whatever the batch."""
+    like, mask = torch.zeros(6, 200, 5000), torch.ones(6, 200, dtype=torch.bool)
+    mask[1, 150:] = False
+    found = drawn(like, mask, range(6))
+    assert torch.equal(found[2:4], drawn(like[2:4], mask[2:4], (2, 3))) and not found[1, 150:].any()
+    rows = found[mask]  # [tokens, classes]
+    some = rows[:, ::100]
+    for each, count in ((rows[::10] @ rows[::10].T / 5000, 5000), (some.T @ some / len(rows), len(rows))):
+        assert (each - torch.eye(len(each))).abs().max() < 5.5 * (2 / count) ** 0.5
+
+
 # -- against finite differences -------------------------------------------------------------------------------
 
 
