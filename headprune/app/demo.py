@@ -101,7 +101,7 @@ def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tu
     x, y = pixels[:, None], torch.tensor(labels)
     per_epoch = _TRAIN // _RECIPE["batch"]
     steps = _RECIPE["epochs"] * per_epoch
-    optimizer = torch.optim.AdamW(model.parameters(), **_RECIPE["optimizer"])
+    optimizer = torch.optim.AdamW(model.parameters(), **_RECIPE["optimizer"], foreach=True)  # the same numbers, sooner
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RECIPE["optimizer"]["lr"], total_steps=steps)
     model.train()
     for step in range(steps):
