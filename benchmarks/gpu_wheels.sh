@@ -1,11 +1,6 @@
 #!/bin/sh
 # Wheels of what headprune needs and a lent GPU machine (Python 3.12, torch 2.11, no network) has not, into .whl/ of this checkout, and
-# minilm-rt into .gpu/; git ignores both. Run where there is a network; then carry .whl and .gpu, and type there, until all parts are done:
-#   cp .gpu/*.json $OUT/ 2>/dev/null
-#   python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl && export PYTHONPATH=/tmp/site:$PWD
-#   python3 benchmarks/gpu_correct.py --work $OUT/gpu_correct.json --minilm .gpu/minilm-rt --seconds 560
-# After every call, copy gpu_correct.json from where its files come back into .gpu/: the next call begins with it. Then the same with
-# gpu_latency.py --work $OUT/gpu_latency.json.
+# minilm-rt into .gpu/; git ignores both. Run where there is a network; then `gpu_lent.sh` there.
 set -eu
 cd "$(dirname "$0")/.."
 python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \

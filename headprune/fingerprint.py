@@ -49,8 +49,7 @@ def fingerprint(model: nn.Module, *, widened: bool = False) -> str:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """A tensor's numbers, row by row, for `headprune.files.digest`."""
-    plain: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return plain
+    return cast(memoryview, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def config_hash(model: nn.Module) -> str:

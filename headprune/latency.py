@@ -19,10 +19,8 @@ from headprune.inputs import LABELS, Example, call, does_not_run, model_device, 
 from headprune.running import Progress, evaluating, exact_attention, frozen, quiet
 from headprune.uncertainty import CONFIDENCE
 
-WARM_UP = 3
-MIN_RUNS = 20
+WARM_UP, MIN_RUNS, MAX_RUNS = 3, 20, 100  # rounds
 MIN_SECONDS = 1.0
-MAX_RUNS = 100
 
 
 @dataclass(frozen=True)
@@ -227,8 +225,7 @@ def flops(model: nn.Module, example: Example) -> int:
 
     # The counter does not know the CPU's fused attention, nor nn.TransformerEncoder's fused layer: plain operations, which
     # make the same products, take their place.
-    plain = sdpa_kernel(SDPBackend.MATH)
-    counter = FlopCounterMode(display=False)
+    plain, counter = sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False)
     # Without gradients its parameters need none: the counter would ask a view of one for its place in a graph.
     with quiet(model), frozen(model), torch.no_grad(), plain, counter:
         call(model, move(example, model_device(model)))
@@ -244,8 +241,7 @@ def cache_bytes(model: nn.Module, example: Example) -> float | None:
             return None
     cache = getattr(output, "past_key_values", None)
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
-    held = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
-    cached = [t for t in held if t is not None]
+    cached = [t for layer in layers for name in ("keys", "values") if (t := getattr(layer, name, None)) is not None]
     tokens = max((t.shape[0] * t.shape[-2] for t in cached), default=0)
     return sum(t.nbytes for t in cached) / tokens if tokens else None
 

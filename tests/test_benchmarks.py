@@ -286,16 +286,9 @@ def test_claims_hold_and_can_fail():
 # -- the model ---------------------------------------------------------------------------------------
 
 
-WORDS = """21: twenty one: vingt et un
-71: seventy one: soixante et onze
-1161: one thousand one hundred sixty one: mille cent soixante et un
-9277: nine thousand two hundred seventy seven: neuf mille deux cent soixante dix sept"""
-
-
 def test_numbers_in_words_and_no_number_has_the_name_of_another():
-    for line in WORDS.splitlines():
-        number, *words = line.split(": ")
-        assert [" ".join(say(int(number))) for say in (translator.english, translator.french)] == words
+    assert " ".join(translator.english(9271)) == "nine thousand two hundred seventy one"
+    assert " ".join(translator.french(9271)) == "neuf mille deux cent soixante et onze"
     every = range(1, translator.LARGEST + 1)
     for say in (translator.english, translator.french):
         assert len({tuple(say(n)) for n in every}) == len(every)

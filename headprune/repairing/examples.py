@@ -171,11 +171,10 @@ def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
         return torch.randn(like.shape, generator=torch.Generator().manual_seed(seeds[0])).to(like)
     many = like.shape[-1] > _MANY_CLASSES
     random = torch.zeros(like.shape, device=like.device if many else "cpu")
-    places = None if mask is None else mask.cpu()  # at once: every copy waits for a GPU
+    places = None if mask is None else mask.to(random.device)  # at once: every copy waits for a GPU
     for row, seed in enumerate(seeds):
-        generator = torch.Generator().manual_seed(seed)
-        real = slice(None) if places is None else places[row].to(random.device)
-        shape = like.shape[1:] if places is None else (int(places[row].sum()), *like.shape[2:])
+        generator, real = torch.Generator().manual_seed(seed), slice(None) if places is None else places[row]
+        shape = random[row][real].shape
         if many:
             at = torch.randint(_STARTS, shape[:-1], generator=generator).to(like.device)
             random[row][real] = _numbers(shape[-1], like.device).unfold(0, shape[-1], 1)[at]
