@@ -63,7 +63,8 @@ def alike(kind: str, options: argparse.Namespace) -> list[str]:
             rows += [[family, *row] for row in compared(family, kind, options.device)]
     finally:
         torch.set_float32_matmul_precision(before)
-    about = f"{kind}, {len({row[0] for row in rows})} models ({', '.join(dict.fromkeys(row[0] for row in rows))}): the largest difference from float64 on the CPU, as a share of the largest value"
+    off_inside = " (allowed by the user; headprune turns it off where answers are compared or fitted to, so only the last row shows it)"
+    about = f"{kind}{off_inside if kind == 'TF32' else ''}, {len({row[0] for row in rows})} models ({', '.join(dict.fromkeys(row[0] for row in rows))}): the largest difference from float64 on the CPU, as a share of the largest value"
     return [f"{about}; beside it what the same type is off by on the CPU.", "", *table(HEADS, worst(rows))]
 
 

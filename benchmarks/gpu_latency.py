@@ -207,8 +207,8 @@ def watched(options: argparse.Namespace) -> Iterator[list[str]]:
     with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as process:
         yield said
         process.terminate()
-        each = [[float(x) for x in line.split(",")] for line in process.communicate()[0].splitlines()]
-    clocks, power = zip(*each, strict=True)
+        lines = process.communicate()[0].splitlines()[:-1]  # the last may be cut
+    clocks, power = zip(*([float(x) for x in line.split(",")] for line in lines), strict=True)
     said += [f"The GPU's clock: {min(clocks):.0f} to {max(clocks):.0f} MHz; power up to {max(power):.0f} W.", ""]
 
 

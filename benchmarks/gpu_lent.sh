@@ -19,7 +19,7 @@ print(*(part for part in parts if "lines" not in known.get(part, {})))
 P
 }
 for part in $(missing correct alike-float32 alike-TF32 alike-bfloat16 alike-float16 tests coverage kernels); do
-  OMP_NUM_THREADS=2 timeout 200 python3 benchmarks/gpu_correct.py --work "/tmp/parts/$part.json" --only "$part" --seconds 9999 > "/tmp/parts/$part.log" 2>&1 &
+  OMP_NUM_THREADS=2 timeout "$(left)" timeout 200 python3 benchmarks/gpu_correct.py --work "/tmp/parts/$part.json" --only "$part" --seconds 9999 > "/tmp/parts/$part.log" 2>&1 &
 done
 wait
 python3 - "$OUT/gpu_correct.json" <<'P'

@@ -65,9 +65,8 @@ class Divergence:
             return batch
         # The same draws for an example in whatever batch, with whatever padding.
         chances = known.double().softmax(-1).cumsum(-1)  # large of a language model: it stays where it is
-        counted = self._counted(batch, chances[..., 0])
         drawn = torch.zeros(chances.shape[:-1], dtype=torch.long, device=known.device)
-        for i, (rows, real) in enumerate(zip(chances, counted, strict=True)):
+        for i, (rows, real) in enumerate(zip(chances, self._counted(batch, chances[..., 0]), strict=True)):
             numbers = np.random.default_rng((self.seed, start + i)).random(int(real.sum()))
             uniform, real = torch.from_numpy(numbers)[:, None].to(known.device), real.to(known.device)
             drawn[i][real] = (rows[real].reshape(-1, rows.shape[-1]) < uniform).sum(-1).clamp(max=rows.shape[-1] - 1)

@@ -31,7 +31,7 @@ def identity(model: nn.Module) -> str:
 
 def has_identity(model: nn.Module, stored: str) -> bool:
     """Whether scores, a plan or a folder are of this model, by what they store: its `identity`, or in older ones a digest by SHA-256."""
-    older = (digest(_named_bytes(model, widened, bytes)) for widened in (True, False))
+    older = (digest(_named_bytes(model, widened, lambda content: content)) for widened in (True, False))
     return stored == identity(model) or stored == fingerprint(model) or stored in older
 
 
@@ -49,7 +49,7 @@ def fingerprint(model: nn.Module, *, widened: bool = False) -> str:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """A tensor's numbers, row by row, for `headprune.files.digest`."""
-    return cast(memoryview, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def config_hash(model: nn.Module) -> str:
@@ -95,7 +95,9 @@ def versions() -> tuple[str, ...]:
     return __version__, code, torch.__version__, transformers.__version__
 
 
-def _named_bytes(model: nn.Module, widened: bool, short: Callable[[memoryview], bytes]) -> Iterator[str | bytes]:
+def _named_bytes(
+    model: nn.Module, widened: bool, short: Callable[[memoryview], bytes | memoryview]
+) -> Iterator[str | bytes | memoryview]:
     """What `fingerprint` is the digest of; ``short`` is called with every tensor's bytes."""
     read: set[object] = set()
     stored = Offloaded(model) if is_dispatched(model) else None

@@ -63,10 +63,13 @@ class PruningPlan:
         Raises:
             HeadPruneError: It is another model, or repaired for other heads.
         """
-        if not self.model or has_identity(model, self.model):
+        if not self.model or self.model == identity(model):
             return
         note: RepairNote | None = model.__dict__.get(_REPAIRED)
-        if note is None or self.model not in note.dense or note.now != fingerprint(model):
+        repaired = note is not None and self.model in note.dense and note.now == fingerprint(model)
+        if not repaired and has_identity(model, self.model):
+            return
+        if note is None or not repaired:
             message = f"This plan is for another model (fingerprint {self.model}, this one is {identity(model)})."
             raise HeadPruneError(message, "Score this model, or prune with a plain dict of heads.")
         if repaired_for is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -223,7 +222,6 @@ def profiled(model: nn.Module, example: Example, device: torch.device) -> Profil
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # some builds of PyTorch note every profile on stderr
     cuda = device.type == "cuda"
     activities = (ProfilerActivity.CPU, ProfilerActivity.CUDA) if cuda else (ProfilerActivity.CPU,)
-    _warm_up(activities)
     with profile(activities=activities) as result, torch.inference_mode(), uncompiled():
         call(model, example)  # what the start of a profile has driven out of the caches comes back
         with wrapped(dict(model.named_modules()), _ranged):
@@ -236,14 +234,8 @@ def profiled(model: nn.Module, example: Example, device: torch.device) -> Profil
     times = read(events := result.events(), on_device=cuda)
     while events:  # they refer to one another: some 100 MB a pass would wait for Python to look for such
         events.pop().__dict__.clear()
+    result.action_map.clear()
     return times
-
-
-@functools.cache
-def _warm_up(activities: tuple[ProfilerActivity, ...]) -> None:
-    """Run the first profile of a process, which takes longer."""
-    with profile(activities=activities), record_function("empty"):
-        pass
 
 
 def read(events: Iterable[Any], *, on_device: bool) -> ProfiledPass:

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -115,7 +114,6 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks of one run, for tests of commands in which times do not matter."""
     monkeypatch.setattr("headprune.latency.MIN_SECONDS", 0.001)
     monkeypatch.setattr(latency, "bench", partial(latency.bench, min_runs=1, min_seconds=0.001))
-    monkeypatch.setattr(timing, "gc", Mock())  # it looks through all libraries for the events of a tiny model
 
 
 @pytest.fixture

@@ -189,7 +189,9 @@ def test_noise_over_many_classes_is_like_any_other() -> None:
     """Its stretches are of one table: uncorrelated between tokens and between classes, and an example's whatever the batch."""
     like, mask = torch.zeros(6, 200, 5000), torch.arange(200).expand(6, 200) < 150
     found = drawn(like, mask, range(6))
-    assert torch.equal(found[2:4], drawn(like[2:4], mask[2:4], (2, 3))) and not found[:, 150:].any()
+    assert not found[:, 150:].any()
+    assert torch.equal(found[2:4], drawn(like[2:4], mask[2:4], (2, 3)))
+    assert drawn(torch.zeros(3), None, range(3)).shape == (3,)  # a number for each example
     rows = found[mask]  # [tokens, classes]
     for each in (rows[::10], rows[:, ::100].T):
         products = each @ each.T / each.shape[1]

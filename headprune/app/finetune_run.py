@@ -22,7 +22,7 @@ from headprune.app.workflow.scene import changed_options, seen_before
 from headprune.errors import HeadPruneError
 from headprune.evaluation import compare, evaluate
 from headprune.files import write_file
-from headprune.fingerprint import config_hash, fingerprint, processor_hash
+from headprune.fingerprint import config_hash, has_identity, processor_hash
 from headprune.inputs import model_device
 from headprune.parallel import current
 
@@ -154,7 +154,7 @@ def _open_dense(options: Options, run: documents.Run | None, console: Console) -
     if run is not None and (options.model, dtype) == (run.options.model, run.model.dtype):
         hashes = config_hash(model), processor_hash(scene.loaded.processor)
         changed = run.model.other_now(run.environment, *hashes)
-        changed += ["weights"] if fingerprint(model) != run.model.fingerprint else []
+        changed += [] if has_identity(model, run.model.fingerprint) else ["weights"]
     if changed:
         raise HeadPruneError(
             f"The {' and '.join(changed)} of {options.model} changed since the model was pruned.",

@@ -161,25 +161,24 @@ def across(root: Tensor, draw: Tensor) -> Tensor:
     rest = draw - root * (root * draw).sum(-1, keepdim=True)
     length = rest.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     classes = (draw != 0).sum(-1, keepdim=True)  # without padding
-    scaled: Tensor = rest * ((classes - 1).clamp(min=0).to(rest).sqrt() / length)
-    return scaled
+    return torch.mul(rest, (classes - 1).clamp(min=0).to(rest).sqrt() / length)
 
 
 def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
     """Random numbers ``[examples, ...]``: the same for an example in any batch, none at padding."""
     if not like.ndim or len(like) != len(seeds):
         return torch.randn(like.shape, generator=torch.Generator().manual_seed(seeds[0])).to(like)
-    many = like.shape[-1] > _MANY_CLASSES
-    random = torch.zeros(like.shape, device=like.device if many else "cpu")
-    places = None if mask is None else mask.to(random.device)  # at once: every copy waits for a GPU
+    many = like.ndim > 1 and like.shape[-1] > _MANY_CLASSES
+    random = torch.zeros(like.shape, dtype=torch.float32, device=like.device if many else "cpu")
+    places = None if mask is None else mask.cpu()  # at once: every copy waits for a GPU
     for row, seed in enumerate(seeds):
-        generator, real = torch.Generator().manual_seed(seed), slice(None) if places is None else places[row]
-        shape = random[row][real].shape
+        generator, real = torch.Generator().manual_seed(seed), ... if places is None else places[row]
+        shape = like.shape[1:] if places is None else (int(places[row].sum()), *like.shape[2:])
         if many:
             at = torch.randint(_STARTS, shape[:-1], generator=generator).to(like.device)
             random[row][real] = _numbers(shape[-1], like.device).unfold(0, shape[-1], 1)[at]
         else:
-            random[row][real] = torch.randn(shape, generator=generator)
+            random[row][real] = torch.randn(shape, generator=generator, dtype=torch.float32)
     return random.to(like)
 
 
@@ -189,4 +188,6 @@ def _numbers(classes: int, device: torch.device) -> Tensor:
 
     Numbers that are the same on every machine come from the CPU, and one for each token and class would keep a GPU waiting.
     """
-    return torch.randn(classes + _STARTS - 1, generator=torch.Generator().manual_seed(0)).to(device)
+    return torch.randn(classes + _STARTS - 1, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
+        device
+    )
