@@ -53,37 +53,35 @@ def fine(good: bool) -> str:
 
 def alike(kind: str, options: argparse.Namespace) -> list[str]:
     """Scores, plans, repair, prune, save and load on the device, against float64 and the same type on the CPU."""
-    rows = []
+    rows: list[Row] = []
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(
-        "high" if kind == "TF32" else "highest"
-    )  # headprune turns it off where it compares and fits
+    torch.set_float32_matmul_precision("high" if kind == "TF32" else "highest")
     try:
         for family in FAMILIES[: 2 if options.small else None]:
-            rows += [[family, *row] for row in compared(family, kind, options.device)]
+            rows += [(family, *row) for row in compared(family, kind, options.device)]
     finally:
         torch.set_float32_matmul_precision(before)
-    off_inside = " (allowed by the user; headprune turns it off where answers are compared or fitted to, so only the last row shows it)"
-    about = f"{kind}{off_inside if kind == 'TF32' else ''}, {len({row[0] for row in rows})} models ({', '.join(dict.fromkeys(row[0] for row in rows))}): the largest difference from float64 on the CPU, as a share of the largest value"
-    return [f"{about}; beside it what the same type is off by on the CPU.", "", *table(HEADS, worst(rows))]
+    models = ", ".join(dict.fromkeys(row[0] for row in rows))
+    allowed = " TF32 is allowed, and headprune turns it off where answers are compared or fitted to: only the last row shows it."
+    return [f"Of {models}: {ABOUT}{allowed if kind == 'TF32' else ''}", "", *table(HEADS, worst(rows))]
 
 
-HEADS = ["", "on the device, at most", "on the CPU", "of", "within tolerance: all"]
+Row = tuple[str, str, float, str, bool]  # model, measure, on the device, on the CPU, within tolerance
+ABOUT = "the largest difference from float64 on the CPU, as a share of the largest value; beside it what the same type is off by on the CPU."
+HEADS = ["", "models", "on the device, at most", "on the CPU", "of", "all within tolerance"]
 
 
-def worst(rows: list[list[str]]) -> list[list[str]]:
-    """Of every measure the model with the largest difference; from (model, measure, on the device, on the CPU, within tolerance)."""
+def worst(rows: list[Row]) -> list[list[str]]:
+    """Of every measure the model that is farthest off."""
     found = []
     for what in dict.fromkeys(row[1] for row in rows):
         each = [row for row in rows if row[1] == what]
-        some = max(each, key=lambda row: float(row[2]) if "e" in row[2] else -float(row[2].rstrip("%") or 0))
-        found.append(
-            [what, some[2], some[3], some[0] if some[2] else "", fine(all(row[4] == fine(True) for row in each))]
-        )
+        model, _, most, beside, _ = max(each, key=lambda row: row[2])
+        found.append([what, str(len(each)), f"{most:.1e}", beside, model, fine(all(row[4] for row in each))])
     return found
 
 
-def compared(family: str, kind: str, device: str) -> Iterator[list[str]]:
+def compared(family: str, kind: str, device: str) -> Iterator[tuple[str, float, str, bool]]:
     from tests.support import zoo
 
     model, allowed = zoo.ZOO[family]()[0], ALLOWED[kind]
@@ -97,40 +95,40 @@ def compared(family: str, kind: str, device: str) -> Iterator[list[str]]:
         made = [zoo.labelled(model, each, seed=i) for i, each in enumerate(given)]
         return [{k: v.to(like.dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in made]
 
-    def row(what: str, each: list[float], most: float) -> list[str]:
-        return [what, f"{each[0]:.1e}", f"{each[1]:.1e}", fine(each[0] <= max(most, 3 * each[1]))]
+    def row(what: str, there: float, here: float, most: float) -> tuple[str, float, str, bool]:
+        return what, there, f"{here:.1e}", there <= max(most, 3 * here)
 
     example = unlabelled(data(here)[0])
     if family == "t5":
         example["decoder_input_ids"] = example["input_ids"][:, :5]
     layers = hp.find_attention(here, example)
-    yield ["trace", "", "", fine(hp.find_attention(there, example) == layers)]
+    differs = hp.find_attention(there, example) != layers
+    yield "trace: other layers", float(differs), "", not differs
     for method in METHODS:
         true, *found = (hp.score(m, data(m), method, layers=layers).flat() for m in (truth, there, here))
-        yield row(method, [off(each, true) for each in found], allowed)
+        yield row(method, *(off(each, true) for each in found), allowed)
     # One plan for all: a search may rank two heads that hardly differ the other way round.
     plans = [
         hp.search(m, data(m)[:2], keep="50%", choose=data(m)[2:3], strategy="compensated", layers=layers)[0]
         for m in (here, there)
     ]
     gone = [{(name, head) for name, heads in plan.drop.items() for head in heads} for plan in plans]
-    shared = len(gone[0] & gone[1]) / max(len(gone[0]), 1)
-    yield ["search: removed heads in common", f"{shared:.0%}", "", fine(shared >= (1 if kind == "float32" else 0.5))]
+    others = len(gone[0] - gone[1]) / max(len(gone[0]), 1)
+    yield "search: share of other heads removed", others, "", others <= (0 if kind == "float32" else 0.5)
     for each in (truth, here, there):
         hp.repair(each, dict(plans[0].drop), data(each)[:3], layers=layers, answers=False, ridge=0.1)
-    weights = {name: p for name, p in truth.named_parameters() if p.ndim > 1}
-    yield row(
-        "repair: weights",
-        [max(off(dict(m.named_parameters())[n], p) for n, p in weights.items()) for m in (there, here)],
-        10 * allowed,
-    )
+    before = {n: p.double() for n, p in model.named_parameters()}
+    changed = {n: p for n, p in truth.named_parameters() if n not in before or not torch.equal(p, before[n])}
+    if changed:  # else every step was left out
+        each = (max(off(m.get_parameter(n), p) for n, p in changed.items()) for m in (there, here))
+        yield row("repair: weights that changed", *each, 10 * allowed)
     proof = hp.prune(there, dict(plans[0].drop), example, layers=layers)
-    yield ["prune: proof", f"{proof.difference:.1e}", f"at most {proof.tolerance:.0e}", fine(True)]
+    yield "prune: proof", proof.difference, f"at most {proof.tolerance:.0e}", proof.difference <= proof.tolerance
     with tempfile.TemporaryDirectory() as folder:
         hp.save(there, Path(folder) / "x")
         losses = [hp.evaluate(m, data(here)).metrics["loss"] for m in (there, hp.load(Path(folder) / "x"))]
     apart = abs(losses[0] - losses[1]) / max(abs(losses[1]), 1e-30)
-    yield ["save, load on the CPU: loss", f"{apart:.1e}", "", fine(apart < allowed)]
+    yield "save, load on the CPU: loss", apart, "", apart < allowed
 
 
 # -- tests, many model types, attention kernels ----------------------------------------------------
@@ -164,10 +162,13 @@ def coverage(options: argparse.Namespace) -> list[str]:
         while len(found) < len(chosen) and time.monotonic() - start < 200:
             name, told = each.next()
             found[name] = told
-    bad = [f"- {name}: {what}" for name, what in found.items() if what.startswith("**")]
+    bad = [f"- {name}: {what}" for name, what in found.items() if what.startswith("**") or what == ALONE]
     counts = ", ".join(f"{count} {what}" for what, count in Counter(found.values()).items())
     about = "One head of every layer masked, then one group of every layer pruned (with the proof on the device), and the answers compared with the CPU's"
     return [f"{len(found)} of {len(types)} model types, evenly spread, tiny: {counts}. {about}.", "", *bad]
+
+
+ALONE = "not run there by transformers alone"
 
 
 def of_type(name: str, device: str) -> tuple[str, str]:
@@ -206,7 +207,7 @@ def on_both(model: Any, example: dict[str, Tensor], device: str) -> str:
     try:
         dense = apart()
     except RuntimeError:  # it keeps tensors that .to() does not move
-        return "do not run there by themselves"
+        return ALONE
     if hp.find_attention(there, example) != layers:
         return "**other layers are found on the device**"
     if dense > 1e-2:  # it draws random numbers, or is chaotic
@@ -293,4 +294,4 @@ PARTS = {
 }
 
 if __name__ == "__main__":
-    main(PARTS, __doc__ or "", "gpu-correct", "Correct, and scored fast")
+    main(PARTS, __doc__ or "", "gpu-correct", "On a GPU: the same as on the CPU, and how fast it scores")

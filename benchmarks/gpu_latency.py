@@ -306,4 +306,4 @@ PARTS = {
 }
 
 if __name__ == "__main__":
-    main(PARTS, __doc__ or "", "gpu-latency", "The whole command, and latency")
+    main(PARTS, __doc__ or "", "gpu-latency", "On a GPU: the whole command, and latency")

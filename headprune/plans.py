@@ -66,10 +66,9 @@ class PruningPlan:
         if not self.model or self.model == identity(model):
             return
         note: RepairNote | None = model.__dict__.get(_REPAIRED)
-        repaired = note is not None and self.model in note.dense and note.now == fingerprint(model)
-        if not repaired and has_identity(model, self.model):
-            return
-        if note is None or not repaired:
+        if note is None or self.model not in note.dense or note.now != fingerprint(model):
+            if has_identity(model, self.model):  # as older documents say it
+                return
             message = f"This plan is for another model (fingerprint {self.model}, this one is {identity(model)})."
             raise HeadPruneError(message, "Score this model, or prune with a plain dict of heads.")
         if repaired_for is None:

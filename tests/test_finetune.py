@@ -27,7 +27,7 @@ from headprune.app.options import FinetuneOptions, Mixture
 from headprune.evaluation import Measurement
 from headprune.fingerprint import fingerprint
 from tests.support.causal import my_gpt, texts
-from tests.support.checks import without_dropout
+from tests.support.checks import older_fingerprint, without_dropout
 from tests.support.commands import run, stderr_of
 from tests.support.documents import opened
 from tests.support.finetuning import pair, t5, tuned
@@ -597,7 +597,7 @@ def test_control_c_then_no_resume(pruned_here: Path, monkeypatch: pytest.MonkeyP
     assert not list(pruned_here.rglob(".*"))
 
 
-@pytest.mark.parametrize("part", ["weights", "config"])
+@pytest.mark.parametrize("part", ["weights", "config", ""])
 def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_folder: Path, here: Path) -> None:
     """It would teach, and be measured as the model that was pruned."""
     source = here / "m"
@@ -605,8 +605,13 @@ def test_a_dense_model_that_changed_since(part: str, pruned_here: Path, bert_fol
     edit(pruned_here / "run.json", options={**opened(pruned_here / "run.json")["options"], "model": str(source)})
     about = {**opened(pruned_here / "pruned-4" / "headprune.json")["about"], "from": str(source)}
     edit(pruned_here / "pruned-4" / "headprune.json", about=about)
+    model = tf.AutoModelForSequenceClassification.from_pretrained(source)
+    known = {**opened(pruned_here / "run.json")["model"], "fingerprint": older_fingerprint(model)}
+    edit(pruned_here / "run.json", model=known)
+    if not part:
+        run("finetune", pruned_here / "pruned-4", "--epochs", 1)
+        return
     if part == "weights":
-        model = tf.AutoModelForSequenceClassification.from_pretrained(source)
         model.classifier.weight.data[0, 0] += 1e-3
         model.save_pretrained(source)
     else:

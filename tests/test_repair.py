@@ -572,11 +572,8 @@ def test_many_examples_are_seen_in_part_and_have_fewer_mixtures(monkeypatch: pyt
     for room, count in ((63, 0), (64, 1), (96, 2)):  # there are 32 examples
         monkeypatch.setattr(calibration, "_MOST_EXAMPLES", room)
         assert {mixed.shift for mixed in calibrated().statistics.runner.mixtures} == set(range(1, count + 1))
-    for room, few, many in (
-        (24, 1, 24),
-        (127, 32, 32),
-        (128, 64, 64),
-    ):  # two rows each; mixtures alone, and examples beside them
+    # Two rows each: mixtures alone, and examples beside them.
+    for room, few, many in ((24, 1, 24), (127, 32, 32), (128, 64, 64)):
         monkeypatch.setattr(answers, "MOST_ROWS", room)
         assert few <= calibrated(mixtures=room > 24).answers[0].examples <= many
 

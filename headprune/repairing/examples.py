@@ -188,6 +188,5 @@ def _numbers(classes: int, device: torch.device) -> Tensor:
 
     Numbers that are the same on every machine come from the CPU, and one for each token and class would keep a GPU waiting.
     """
-    return torch.randn(classes + _STARTS - 1, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
-        device
-    )
+    numbers = torch.randn(classes + _STARTS - 1, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return numbers.to(device)
