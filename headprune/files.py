@@ -192,10 +192,16 @@ def _finish_swap(path: Path) -> None:
     old = _set_aside(path)
     if not path.exists() and old.exists():
         os.replace(old, path)
-    elif old.is_file():
-        old.unlink()
     else:
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that it holds; nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 # -- JSON documents -------------------------------------------------------------------------------

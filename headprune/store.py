@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import numpy as np
@@ -86,7 +86,7 @@ class Store:
             return Store()
         own = self.folder / f"{name}-{current().first(f'naming {name}', partial(digest, *facts))}"
         if count := len(list(own.glob(f"*{SUFFIX}"))):
-            parts = "1 finished part" if count == 1 else f"{count} finished parts"
+            parts = f"{count} finished part{'s' * (count > 1)}"
             self._say(f"{name}: continuing with {parts} of an interrupted run (--no-resume starts anew).")
         elif any(path != own for path in self.folder.glob(f"{name}-*")):
             why = "the model, data, seed, options or versions have changed"
@@ -149,7 +149,7 @@ class Store:
             return value
         parts: list[Tensor] = []
         seconds = round(self.seconds + time.monotonic() - self._began, 1)
-        head = json.dumps({"name": name, "seconds": seconds, "value": _plain(value, parts, _refused, name)})
+        head = json.dumps({"name": name, "seconds": seconds, "value": _plain(value, parts, name)})
         tensors = {str(i): tensor.detach().cpu().contiguous().clone() for i, tensor in enumerate(parts)}
         content = head.encode() + b"\n" + bytes_of(tensors)
         try:
@@ -162,13 +162,6 @@ class Store:
 
     def forget(self, name: str) -> None:
         """Remove a result, so that it is made again when it is asked for."""
-        if self.folder is None:
-            self.drop(name)
-        else:
-            current().first(f"forgetting {name}", partial(self.drop, name))
-
-    def drop(self, name: str) -> None:
-        """As `forget`, by this process alone, like `known` and `keep`."""
         self._memory.pop(name, None)
         if self.folder is not None:
             self._path(name).unlink(missing_ok=True)
@@ -207,7 +200,7 @@ def digest(*values: Any) -> str:
     """
     facts = [[fingerprint(value), traits(value)] if isinstance(value, nn.Module) else value for value in values]
     tensors: list[Tensor] = []
-    parts: list[str | memoryview] = [json.dumps(_plain(facts, tensors, _named, ""))]
+    parts: list[str | memoryview] = [json.dumps(_plain(facts, tensors))]
     for tensor in tensors:
         content = tensor_bytes(tensor) if tensor.numel() and not tensor.is_meta else ""
         parts += [f"{tuple(tensor.shape)}:{tensor.dtype}:", content]
@@ -217,34 +210,33 @@ def digest(*values: Any) -> str:
 def traits(model: nn.Module) -> list[Any]:
     """What a model computes with beside its weights: config, its modules' classes, buffers that are not saved, plain attributes."""
     modules, saved = dict(model.named_modules()), set(model.state_dict())
-    attributes = {f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()}
+    own = {f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()}
+    plain = {k: v for k, v in own.items() if isinstance(v, bool | int | float | str) and not k.endswith(".training")}
     config: Any = getattr(model, "config", None)
     return [
         config.to_dict() if hasattr(config, "to_dict") else None,
         {name: type(module) for name, module in modules.items()},
         {name: buffer for name, buffer in model.named_buffers() if name not in saved},
-        {
-            k: v
-            for k, v in attributes.items()
-            if not k.endswith(".training") and isinstance(v, bool | int | float | str)
-        },
+        plain,
     ]
 
 
 # -- values as a file holds them ---------------------------------------------------------------------
 
 
-def _plain(value: Any, tensors: list[Tensor], other: Callable[[Any, str], Any], where: str) -> Any:
+def _plain(value: Any, tensors: list[Tensor], where: str | None = None) -> Any:
     """A value as JSON can hold it: None, numbers and texts as they are, all else as [what it is, what is in it].
 
     Args:
         tensors: Gets those in it, for which their numbers stand.
-        other: Gives what stands for a value of any other kind.
-        where: The value's name, for errors.
+        where: The value's name, for errors. Without one, what no file can hold is no error: a text stands for it, of other values another.
+
+    Raises:
+        HeadPruneError: No file can hold something in it.
     """
 
     def parts(values: Iterable[tuple[Any, Any]]) -> list[Any]:
-        return [_plain(each, tensors, other, f"{where} › {name}") for name, each in values]
+        return [_plain(each, tensors, where and f"{where} › {name}") for name, each in values]
 
     kind = type(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -263,16 +255,9 @@ def _plain(value: Any, tensors: list[Tensor], other: Callable[[Any, str], Any], 
         return ["dict", [["tuple", pair] for pair in zip(keys, parts(value.items()), strict=True)]]
     if kind.__module__.startswith("headprune.") and is_dataclass(value):
         own = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        return [f"{kind.__module__}:{kind.__qualname__}", _plain(own, tensors, other, where)]
-    return other(value, where)
-
-
-def _refused(value: Any, where: str) -> Any:
-    raise HeadPruneError(f"{where} is a {type(value).__name__}, which no file can hold.", "Please report this.")
-
-
-def _named(value: Any, where: str) -> str:
-    """What tells a value of another kind from others, for `digest`."""
+        return [f"{kind.__module__}:{kind.__qualname__}", _plain(own, tensors, where)]
+    if where is not None:
+        raise HeadPruneError(f"{where} is a {kind.__name__}, which no file can hold.", "Please report this.")
     return str(value) if isinstance(value, torch.dtype | torch.device | Path | type) else uuid.uuid4().hex
 
 
@@ -295,8 +280,7 @@ def _class_named(path: str) -> Any:
     Raises:
         ValueError: It is none.
     """
-    module, _, name = path.partition(":")
-    kind = getattr(import_module(module), name) if module.startswith("headprune.") else None
+    kind = resolve_name(path) if path.startswith("headprune.") else None
     if not isinstance(kind, type) or not is_dataclass(kind):
         raise ValueError(f"{path} holds no values")
     return kind

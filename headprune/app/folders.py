@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError, Stopped, check_writable
-from headprune.files import BusyError, digest, is_held, is_taken, locked, read_json, write_json
+from headprune.files import BusyError, digest, is_held, is_taken, locked, read_json, remove, write_json
 from headprune.parallel import current
 from headprune.store import Store
 
@@ -42,6 +42,17 @@ class Folder:
     path: Path
     parts: ClassVar[tuple[str, ...]] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse links in the place of what headprune keeps here: what lies behind them would be moved, or removed.
+
+        Raises:
+            HeadPruneError: There is one.
+        """
+        for path in (self.path / name for name in OWN):
+            if path.is_symlink():
+                hint = "Remove the link, or use another folder."
+                raise HeadPruneError(f"{path} is a link, which headprune never makes there.", hint)
+
     @property
     def unfinished(self) -> Path:
         """The folder of a run's results that has not ended."""
@@ -49,7 +60,6 @@ class Folder:
 
     def store(self, say: Callable[[str], None] = lambda text: None) -> Store:
         """The results of a run that has not ended."""
-        self._check_own()
         return Store(self.unfinished, say)
 
     @property
@@ -69,20 +79,8 @@ class Folder:
         """Whether another process is writing it."""
         return is_taken(self.path / _LOCK)
 
-    def _check_own(self) -> None:
-        """Refuse links in the place of what headprune keeps here: what lies behind them would be moved, or removed.
-
-        Raises:
-            HeadPruneError: There is one.
-        """
-        for path in (self.path / name for name in OWN):
-            if path.is_symlink():
-                hint = "Remove the link, or use another folder."
-                raise HeadPruneError(f"{path} is a link, which headprune never makes there.", hint)
-
     def clear_unfinished(self) -> None:
         """Remove the unfinished work of an interrupted run."""
-        self._check_own()
         shutil.rmtree(self.unfinished, ignore_errors=True)
 
     @contextmanager
@@ -93,7 +91,6 @@ class Folder:
             BusyError: Another process is writing it.
         """
         check_writable(self.path)
-        self._check_own()
         with locked(self.path / _LOCK, f"The folder {self.path}", command):
             yield
 
@@ -105,10 +102,8 @@ class Folder:
         """
         for path in sorted(self._replaced()):
             if path.is_dir() and Folder(path).in_use:
-                raise BusyError(
-                    f"Another process is writing {path}, which a new result in {self.path} would remove.",
-                    "Wait for it and run the same command again, or choose another folder with -o.",
-                )
+                hint = "Wait for it and run the same command again, or choose another folder with -o."
+                raise BusyError(f"{path}, which a new result would remove, is in use by another process.", hint)
 
     def _replaced(self) -> set[Path]:
         """What a new result removes."""
@@ -125,7 +120,7 @@ class Folder:
         """
         self.check_idle()
         for path in (*content.glob(".*"), *content.rglob(".*.tmp")):  # half-written by a killed run
-            _remove(path)
+            remove(path)
         gone = {path.name for path in self._replaced()} - {path.name for path in content.iterdir()}
         write_json(content / _GONE, "publication", {"gone": sorted(gone)})
         os.replace(content, self.path / _READY)
@@ -140,7 +135,6 @@ class Folder:
             BusyError: It takes too long.
             HeadPruneError: What is there is not headprune's, or damaged.
         """
-        self._check_own()
         lock, ready = self.path / _LOCK, self.path / _READY
         if not ready.exists():
             return
@@ -150,13 +144,13 @@ class Folder:
                 gone = read_json(journal, "publication").get("gone")
                 for entry in list(self.path.iterdir()):  # so nothing elsewhere, whatever it says
                     if isinstance(gone, list) and entry.name in gone and entry.name not in OWN:
-                        _remove(entry)
+                        remove(entry)
                 # Folders first: when a report or a document appears, all that it names is there.
                 for entry in sorted(ready.iterdir(), key=lambda p: (p.is_file(), p.name)):
                     if entry != journal:
                         target = self.path / entry.name
                         if entry.is_dir() or target.is_dir():
-                            _remove(target)
+                            remove(target)
                         os.replace(entry, target)
                 journal.unlink()
             with suppress(FileNotFoundError):
@@ -206,7 +200,7 @@ def claimed(
         except BaseException as error:
             keep = any(path.is_file() for path in folder.unfinished.glob("*/**/*"))  # what is not in a folder are notes
             if ranks.main and isinstance(error, HeadPruneError):
-                folder.store().drop("key")  # nothing is written: the disk may be full
+                folder.store().forget("key")  # nothing is written: the disk may be full
             if isinstance(error, KeyboardInterrupt):
                 kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
                 raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
@@ -244,10 +238,3 @@ def _begin(folder: Folder, key: str, command: str, resume: bool, say: Callable[[
         say(f"{folder.path} holds unfinished work of `{store.known('command')}`: {use}.")
     store.keep("command", command)
     store.keep("key", key)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
