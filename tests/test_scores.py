@@ -563,6 +563,7 @@ def many(rows: int = 96) -> tuple[nn.Module, list[dict[str, Tensor]]]:
 DRAWS = 20  # of examples, for every head
 
 
+@pytest.mark.slow
 def test_few_examples_estimate_all_of_them() -> None:
     """Over draws the estimate is unbiased, and its interval covers the full-data value."""
     model, batches = many()
