@@ -27,21 +27,20 @@ import transformers
 from document import replace_section
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.benchmark import timer
 
 import headprune as hp
 from headprune.scoring import Settings
 
 
-def in_turn(device: str, rounds: int, *runs: Callable[[], Any]) -> list[list[float]]:
+def in_turn(rounds: int, *runs: Callable[[], Any]) -> list[list[float]]:
     """Seconds of each run in every round."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
         for mine, run in zip(times, runs, strict=True):
-            start = time.perf_counter()
+            start = timer()
             run()
-            if device.startswith("cuda"):
-                torch.cuda.synchronize()
-            mine.append(time.perf_counter() - start)
+            mine.append(timer() - start)
     return times
 
 
@@ -90,11 +89,9 @@ def replayed(device: str, small: bool = False) -> list[str]:
         plain = partial(plain_loop, model, layers, batches)
         fast = partial(hp.score, model, batches, "ablation", layers=layers)
         difference = (plain() - fast().flat()).abs().max().item()
-        slow, quick = in_turn(device, 2, plain, fast)
-        cells = (
-            f"{statistics.median(slow):.1f} | {statistics.median(quick):.1f} | {ratio(quick, slow)} | {difference:.0e}"
-        )
-        rows.append(f"| {count} of {size} x {tokens} | {cells} |")
+        slow, quick = in_turn(2, plain, fast)
+        took = f"{statistics.median(slow):.1f} | {statistics.median(quick):.1f}"
+        rows.append(f"| {count} of {size} x {tokens} | {took} | {ratio(quick, slow)} | {difference:.0e} |")
     return [
         "| batches | plain loop, s | replayed, s | replayed / plain | largest difference |",
         "|---|---|---|---|---|",

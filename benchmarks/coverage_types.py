@@ -26,8 +26,10 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from torch.overrides import TorchFunctionMode
 
 import headprune as hp
 from headprune.checkpoint import StockCounts, load_call
+from headprune.checkpoint.probe import difference
 from headprune.errors import first_line
 from headprune.evaluation import evaluate
 from headprune.inputs import call, tensors
@@ -186,15 +189,7 @@ def mask_is_right(model: nn.Module, layer: hp.AttentionLayer, layers: list[Any],
 
 def examine(model_type: str, whole: Container[str]) -> dict[str, Any]:
     """One row of the table; with what came of the whole job, if the type is one of ``whole``."""
-    row: dict[str, Any] = {
-        "type": model_type,
-        "layers": 0,
-        "mask": 0,
-        "prune": 0,
-        "groups": "",
-        "why": "",
-        "status": "not built",
-    }
+    row = {"type": model_type, "layers": 0, "mask": 0, "prune": 0, "groups": "", "why": "", "status": "not built"}
     started = time.monotonic()
     try:
         with limited(LIMIT):
@@ -367,9 +362,8 @@ def folder_of(pruned: nn.Module, example: dict[str, Any]) -> str:
         except Exception as error:
             return f"not saved: {why(error)}"
         load = {"trust_remote_code": True}
-        if (
-            pruned.config._attn_implementation == "eager"
-        ):  # sdpa is what a model takes by itself, in all parts that have it
+        # sdpa is what a model takes by itself, in all parts that have it.
+        if pruned.config._attn_implementation == "eager":
             load["attn_implementation"] = "eager"
         ways = {
             "headprune": lambda: hp.load(folder),
@@ -427,6 +421,62 @@ def removal_fails(
         return f"WRONG: pruning {', '.join(drop)} is not exact"
     done.append(pruned)
     return ""
+
+
+ALONE = "not run there by transformers alone"
+
+
+def on_device(device: str, small: bool) -> list[str]:
+    """Types (four to try it) masked and pruned on another device, against the CPU; those that 200 seconds are enough for."""
+    types, start = tiny.model_types(), time.monotonic()
+    chosen = types[:: max(1, len(types) // (4 if small else 150))]
+    with multiprocessing.get_context("spawn").Pool(2 if small else 6, torch.set_num_threads, (1,)) as pool:
+        each = pool.imap_unordered(partial(of_type, device=device), chosen)
+        found = dict(takewhile(lambda _: time.monotonic() - start < 200, each))
+    bad = [f"- {name}: {what}" for name, what in found.items() if what.startswith("**") or what == ALONE]
+    counts = ", ".join(f"{count} {what}" for what, count in Counter(found.values()).items())
+    about = "One head of every layer masked, then one group of every layer pruned (with the proof on the device), and the answers compared with the CPU's"
+    return [f"{len(found)} of {len(types)} model types, evenly spread, tiny: {counts}. {about}.", "", *bad]
+
+
+def of_type(model_type: str, device: str) -> tuple[str, str]:
+    """A type, and what became of it."""
+    found = "not built"
+    try:
+        with limited(LIMIT):
+            model, _, example = tiny.build(model_type)
+            randomise(model, example)
+            found = "**CRASH**"
+            found = on_both(model, example, device)
+    except (TookTooLongError, hp.HeadPruneError) as error:
+        found = "too slow" if isinstance(error, TookTooLongError) else "refused"
+    except Exception as error:
+        print(model_type, found, f"{type(error).__name__}: {error}"[:200], flush=True)
+    return model_type, found
+
+
+def on_both(model: nn.Module, example: dict[str, Any], device: str) -> str:
+    there, moved = copy.deepcopy(model).to(device), {name: value.to(device) for name, value in example.items()}
+
+    def apart() -> float:
+        return difference([t.cpu() for t in answers(answer(there, moved))], answers(answer(model, example)))
+
+    layers = hp.find_attention(model, example)
+    try:
+        dense = apart()
+    except RuntimeError:  # it keeps tensors that .to() does not move
+        return ALONE
+    if hp.find_attention(there, example) != layers:
+        return "**other layers are found on the device**"
+    if dense > 1e-2:  # it draws random numbers, or is chaotic
+        return "not comparable"
+    drop = {a.name: [0] for a in layers if a.maskable}
+    with hp.mask(model, drop, layers=layers), hp.mask(there, drop, layers=layers):
+        masked = apart()
+    able = {a.name: list(a.units[0]) for a in layers if a.maskable and a.prunable and len(a.units) > 1}
+    for each in (there, model) if able else ():
+        hp.prune(each, able, example, layers=layers)
+    return "as on the CPU" if max(masked, apart()) <= max(1e-3, 10 * dense) else "**WRONG**"
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, int]:
@@ -541,14 +591,8 @@ def main() -> None:
     started = time.monotonic()
     # A process serves a few dozen types, since each leaves its modules in memory.
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=50) as pool:
-        rows = list(
-            track(
-                pool.imap_unordered(partial(examine, whole=whole), types),
-                "model types",
-                len(types),
-                disable=not sys.stderr.isatty(),
-            )
-        )
+        each = pool.imap_unordered(partial(examine, whole=whole), types)
+        rows = list(track(each, "model types", len(types), disable=not sys.stderr.isatty()))
     rows.sort(key=lambda row: str(row["type"]))
     report = {
         "transformers": transformers.__version__, "torch": torch.__version__, "seconds": time.monotonic() - started, "rows": rows,

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], others: str = "---:") -> list[str]:
+    """Lines of a Markdown table; ``others`` aligns the columns after the first (by default as numbers)."""
+    return [f"| {' | '.join(row)} |" for row in (heads, ["---", *[others] * (len(heads) - 1)], *rows)]
 
 
 def replace_section(path: Path, name: str, text: str) -> None:

@@ -43,9 +43,7 @@ def environment(work: Path, name: str, packages: tuple[str, ...], over: Path | N
         own, other = (next((p / "lib").glob("python*/site-packages")) for p in (home, over.parent.parent))
         (own / "over.pth").write_text(f"{other}\n")
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
-    missing = subprocess.run(
-        [python, "-c", "import headprune"], cwd="/", env=_clean(), capture_output=True, check=False
-    )
+    missing = subprocess.run([python, "-c", "import headprune"], cwd="/", env=_clean(), capture_output=True)
     assert missing.returncode, "headprune is installed there"
     done.write_text(json.dumps(list(packages)))
     return python

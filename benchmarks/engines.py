@@ -49,11 +49,8 @@ def onnx(minilm: Path) -> list[str]:
     batches = list(parts.score.batches())
     ids = torch.randint(1000, 2000, (8, 128))
     example = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
-    models = dict(
-        variants(
-            loaded.model.float(), batches, {"75 % of heads": "75%", "50 % of heads": "50%", "25 % of heads": "25%"}
-        )
-    )
+    keep = {"75 % of heads": "75%", "50 % of heads": "50%", "25 % of heads": "25%"}
+    models = dict(variants(loaded.model.float(), batches, keep))
     with tempfile.TemporaryDirectory() as folder:
         times = {"PyTorch": hp.benchmark(models, example)}
         for engine, suffix in ENGINES.items():

@@ -40,6 +40,7 @@ from scipy.stats import spearmanr
 from torch import nn
 
 import headprune as hp
+from headprune.inputs import unlabelled as without_labels
 
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "docs" / "exercise"
@@ -90,10 +91,6 @@ STARTED = time.monotonic()
 
 def examples_in(batches: Sequence[Batch]) -> int:
     return sum(len(batch["labels"]) for batch in batches)
-
-
-def without_labels(batch: Batch) -> Batch:
-    return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def whole_numbers(measured: hp.Measurement) -> hp.Measurement:
@@ -287,9 +284,8 @@ def judged(subject: Subject) -> Figures:
             "masked": outcome(masked(subject, plan), dense), "repaired": outcome(repaired(subject, plan), dense),
         }  # fmt: skip
         methods.append(row)
-        say(
-            f"{subject.name}: {name}: rho {row['rho']:.2f}, {row['masked']['accuracy']:.3f}, {row['repaired']['accuracy']:.3f}"
-        )
+        right = f"{row['masked']['accuracy']:.3f}, {row['repaired']['accuracy']:.3f}"
+        say(f"{subject.name}: {name}: rho {row['rho']:.2f}, {right}")
     drawn, plans = random_plans(subject, keep)
     controls = {
         "masked": spread_of([outcome(masked(subject, plan)) for plan in plans]),

@@ -10,9 +10,7 @@ Weights are random, but minilm-rt's; the models of commands are trained for some
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import copy
 import gc
 import random
 import shutil
@@ -20,27 +18,21 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from gpu_parts import ROOT, Part, built, main, table, texts, unlabelled
+from document import table
+from gpu_parts import ROOT, Options, Part, built, main, texts
+from torch.utils.benchmark import timer
 
 import headprune as hp
-
-warnings.filterwarnings("ignore")
-
-
-def without(model: Any, layers: Sequence[hp.AttentionLayer], share: float) -> tuple[Any, Any]:
-    """A copy that keeps a share of its heads in every layer, proved, and what went."""
-    drop = {a.name: [h for unit in a.units[round(share * len(a.units)) :] for h in unit] for a in layers}
-    other = copy.deepcopy(model)
-    hp.prune(other, drop, fed(model, 2, 16), layers=layers)
-    return other, drop
+from headprune.decoding import benchmark_generation
+from headprune.inputs import unlabelled
 
 
 def fed(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -51,20 +43,23 @@ def fed(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor]:
     return unlabelled(texts(batch, tokens, 1, model.device, padded=False)[0])
 
 
-def versions(shape: str, kind: str, shares: Sequence[float], options: argparse.Namespace) -> Iterator[Any]:
-    """The dense model and its layers, the pruned ones by name, and what went in each; they are forgotten afterwards."""
-    model = built(shape, options, kind)
+def versions(shape: str, kind: str, shares: Sequence[float], options: Options) -> tuple[Any, Any, dict[str, Any], Any]:
+    """The dense model and its layers; copies that keep a share of the heads in every layer, proved, by name; what went in each."""
+    gc.collect()  # models of before
+    model, others, drops = built(shape, options, kind), {}, {}
     layers = hp.find_attention(model, fed(model, 2, 16))
-    found = {f"{share:.0%}": without(model, layers, share) for share in shares}
-    yield model, layers, {n: m for n, (m, _) in found.items()}, {n: drop for n, (_, drop) in found.items()}
-    del model, found
-    gc.collect()
+    for share in shares:
+        name, other = f"{share:.0%}", deepcopy(model)
+        drops[name] = {a.name: [h for unit in a.units[round(share * len(a.units)) :] for h in unit] for a in layers}
+        hp.prune(other, drops[name], fed(model, 2, 16), layers=layers)
+        others[name] = other
+    return model, layers, others, drops
 
 
 # -- the whole command -----------------------------------------------------------------------------
 
 
-def command(name: str, options: argparse.Namespace) -> list[str]:
+def command(name: str, options: Options) -> list[str]:
     """``headprune prune --keep 50%`` as a user runs it, in a process of its own; its report is packed beside ``--work``."""
     with tempfile.TemporaryDirectory() as there:
         here = Path(there)
@@ -74,8 +69,7 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
         asked = ["prune", *asked, "--keep", "50%", "--device", options.device, "-o", here / "run", "-q"]
         asked += ["-L", 16, "-b", 8, "--report-limit", 32, "-s", "one-shot"] if options.small else []
         start = time.monotonic()
-        process = [sys.executable, ROOT / "cli.py", *asked]
-        done = subprocess.run([*map(str, process)], capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, ROOT / "cli.py", *map(str, asked)], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-1500:]}")
         took, lines = time.monotonic() - start, (here / "run" / "report.md").read_text().splitlines()
@@ -86,64 +80,35 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
     return [f"{took:.0f} s from start to report: `{typed}`. {finding}"]
 
 
-def written(name: str, options: argparse.Namespace, here: Path) -> list[Any]:
+def written(name: str, options: Options, here: Path) -> list[Any]:
     """A model with a tokenizer, data in folders, and the arguments that name them; the model is trained for some seconds."""
-    from tests.support.folders import WORDS, tokenizer, write_jsonl
+    import made_up
 
-    classes, words, rng = name == "BERT-base", tokenizer(), random.Random(0)
-    model = built(name, options, weights="initial")
-    longest = 60 if options.small else 120 if classes else 1000
-
-    def text(length: int) -> list[str]:
-        """Words at random; of a language model, nine in ten follow from the two before."""
-        found = rng.choices(range(len(WORDS)), k=length)
-        for i in range(2, 0 if classes else length):
-            found[i] = (3 * found[i - 1] + 5 * found[i - 2] + 1) % len(WORDS) if rng.random() < 0.9 else found[i]
-        return [WORDS[i] for i in found]
+    classes, small, rng = name == "BERT-base", options.small, random.Random(0)
+    longest, steps = 60 if small else 120 if classes else 1000, 4 if small else 300
 
     def rows(count: int) -> list[dict[str, Any]]:
-        drawn = [text(rng.randint(longest // 2, longest)) for _ in range(count)]
-        labels = [{"label": int(each.count("good") > each.count("bad"))} if classes else {} for each in drawn]
-        return [{"text": " ".join(each), **label} for each, label in zip(drawn, labels, strict=True)]
+        drawn = [{"text": made_up.text(rng, rng.randint(longest // 2, longest), not classes)} for _ in range(count)]
+        return [made_up.labelled(row) for row in drawn] if classes else drawn
 
-    steps, size, rate = 4 if options.small else 300, 64 if classes else 4, 1e-4 if classes else 3e-4
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
-    for step in range(steps):
-        drawn = rows(size)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1, step / 30, 2 * (1 - step / steps))
-        given = words([row["text"] for row in drawn], padding=True, return_tensors="pt").to(model.device)
-        given.pop("token_type_ids", None)
-        labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
-        labels = torch.tensor([row["label"] for row in drawn], device=model.device) if classes else labels
-        with torch.autocast(model.device.type, torch.bfloat16):
-            loss = model.train()(**given, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    print(f"{name}: loss {loss.item():.3f} after {steps} steps", flush=True)
-    words.model_max_length, model.config.pad_token_id = 1024, 0
-    for saved in (model.eval().to(torch.float32 if classes else torch.bfloat16), words):
-        saved.save_pretrained(here / "model")
-    counts = (48, 48) if options.small else (1200, 600) if classes else (140, 40)
-    for split, count in zip(("train", "validation"), counts, strict=True):
-        write_jsonl(here / "data" / f"{split}.jsonl", rows(count))
-    more = [] if classes else ["-L", 64, "-b", 4, "--max-length", 32 if options.small else 1024]
-    return [here / "model", "-d", here / "data", *more]
+    model = built(name, options, initial=True)
+    loss = made_up.trained(model, rows, steps, *((64, 1e-4) if classes else (4, 3e-4)))
+    print(f"{name}: loss {loss:.3f} after {steps} steps", flush=True)
+    model.config.pad_token_id = 0
+    counts = (48, 48) if small else (1200, 600) if classes else (140, 40)
+    parts = dict(zip(("train", "validation"), map(rows, counts), strict=True))
+    asked = made_up.folders(here, model.to(torch.float32 if classes else torch.bfloat16), 1024, parts)
+    return asked if classes else [*asked, "-L", 64, "-b", 4, "--max-length", 32 if small else 1024]
 
 
-def eight(options: argparse.Namespace) -> list[str]:
+def eight(options: Options) -> list[str]:
     """An 8B-shaped decoder, scored, repaired and pruned in one process."""
     times: dict[str, float] = {}
-    cuda = options.device.startswith("cuda")
 
     def clocked(name: str, work: Any, *given: Any, **more: Any) -> Any:
-        start = time.perf_counter()
+        start = timer()
         found = work(*given, **more)
-        if cuda:
-            torch.cuda.synchronize()
-        times[name] = time.perf_counter() - start
+        times[name] = timer() - start
         return found
 
     model = clocked("made", built, "Llama-8B", options, "bfloat16")
@@ -155,9 +120,9 @@ def eight(options: argparse.Namespace) -> list[str]:
     plan = hp.plan(scores, keep="75%")
     clocked("repaired", hp.repair, model, plan, batches, layers=layers)
     proof = clocked("pruned, with proof", hp.prune, model, plan, example, layers=layers)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0
     took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.items())
     about = f"Llama-8B's shape in bfloat16, {plan.kept} of {plan.total} heads kept: {took}"
+    peak = torch.cuda.max_memory_allocated() / 2**30  # 0 on the CPU
     return [f"{about}. At most {peak:.1f} GiB were allocated. Proof: {proof.difference:.1e}."]
 
 
@@ -180,12 +145,11 @@ class Graphed(torch.nn.Module):
 
     def __init__(self, model: Any, given: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.model, stream = model, torch.cuda.Stream()
-        with torch.inference_mode(), torch.cuda.stream(stream):
+        self.model, self.graph = model, torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(3):
                 model(**given)
         torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
         # While a graph is captured, transformers makes a mask where there is no padding, which costs more than the launches.
         plain = mock.patch("transformers.masking_utils.is_tracing", return_value=False)
         with plain, torch.inference_mode(), torch.cuda.graph(self.graph):
@@ -197,98 +161,86 @@ class Graphed(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def watched(options: argparse.Namespace) -> Iterator[list[str]]:
+def watched(options: Options) -> Iterator[list[str]]:
     """The GPU's clock and power while the context lasts, in a line."""
     said: list[str] = []
-    if not options.device.startswith("cuda"):
-        yield said
-        return
     asked = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "200"]
-    with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) as process:
+    cuda = options.device.startswith("cuda")
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True) if cuda else contextlib.nullcontext() as process:
         yield said
-        process.terminate()
-        lines = process.communicate()[0].splitlines()[:-1]  # the last may be cut
-    clocks, power = zip(*([float(x) for x in line.split(",")] for line in lines), strict=True)
-    said += [f"The GPU's clock: {min(clocks):.0f} to {max(clocks):.0f} MHz; power up to {max(power):.0f} W.", ""]
+        if process:
+            process.terminate()
+            lines = process.communicate()[0].splitlines()[:-1]  # the last may be cut
+            clocks, power = zip(*([float(x) for x in line.split(",")] for line in lines), strict=True)
+            seen = f"{min(clocks):.0f} to {max(clocks):.0f} MHz; power up to {max(power):.0f} W"
+            said += [f"The GPU's clock: {seen}.", ""]
 
 
-def latency(shape: str, options: argparse.Namespace) -> list[str]:
+def latency(shape: str, options: Options) -> list[str]:
     """Dense and pruned models of a shape in turn, with the most that each plan can gain."""
-    rows, twins, names, runs = [], [], [], {"min_runs": 2 if options.small else 15, "min_seconds": 0.25}
+    rows, twins, runs = [], [], {"min_runs": 2 if options.small else 15, "min_seconds": 0.25}
+    shares = (0.75, 0.5, 0.25, 0.0) if shape != "Llama-8B" and not options.small else (0.5, 0.0)
     with watched(options) as said:
         for kind, inputs in ({"float32": [(2, 16)]} if options.small else GRID[shape]).items():
-            shares = (0.75, 0.5, 0.25, 0.0) if shape != "Llama-8B" and not options.small else (0.5, 0.0)
-            for model, layers, others, drops in versions(shape, kind, shares, options):
-                names = list(others)
-                for batch, tokens in inputs:
-                    given = fed(model, batch, tokens)
-                    models = {"dense": model, **others, "dense again": model}
-                    row = hp.benchmark(models, given, **runs)
-                    parts = hp.breakdown(model, given, layers=layers, min_seconds=0.2)
-                    bounds = [f"{row.speedups[n].ratio:.2f} of {parts.bound(drop):.2f}" for n, drop in drops.items()]
-                    twins.append(abs(row.speedups["dense again"].ratio - 1))
-                    cells = [f"{row.timings['dense'].median:.3f} ms", *bounds, f"{parts.shares['launch overhead']:.0%}"]
-                    rows.append([f"{kind}, {batch}{f' x {tokens}' if tokens else ''}", *cells])
-                    print(rows[-1], flush=True)
-    return [
-        f"{shape}: the dense model's time; how many times as fast each pruned model is, of how many at most (Amdahl's law, `headprune.breakdown`); and the share of "
-        "the dense pass in which the GPU waits for launches.", "",
-        *table(["type, batch x tokens", "dense", *names, "launch overhead"], rows), "",
-        f"The dense model timed twice in the same turns differs by at most {max(twins):.1%}.", *said,
-    ]  # fmt: skip
+            model, layers, others, drops = versions(shape, kind, shares, options)
+            for batch, tokens in inputs:
+                given = fed(model, batch, tokens)
+                row = hp.benchmark({"dense": model, **others, "dense again": model}, given, **runs)
+                parts = hp.breakdown(model, given, layers=layers, min_seconds=0.2)
+                bounds = [f"{row.speedups[n].ratio:.2f} of {parts.bound(drop):.2f}" for n, drop in drops.items()]
+                twins.append(abs(row.speedups["dense again"].ratio - 1))
+                cells = [f"{row.timings['dense'].median:.3f} ms", *bounds, f"{parts.shares['launch overhead']:.0%}"]
+                rows.append([f"{kind}, {batch}{f' x {tokens}' if tokens else ''}", *cells])
+                print(rows[-1], flush=True)
+    about = f"{shape}: the dense model's time; how many times as fast each pruned model is, of how many at most (Amdahl's law, `headprune.breakdown`); and the share of the dense pass in which the GPU waits for launches."
+    lines = table(["type, batch x tokens", "dense", *others, "launch overhead"], rows)
+    twice = f"The dense model timed twice in the same turns differs by at most {max(twins):.1%}."
+    return [about, "", *lines, "", twice, *said]
 
 
-def graphs(options: argparse.Namespace) -> list[str]:
+def graphs(options: Options) -> list[str]:
     """BERT-base plain, replayed by CUDA graphs, and compiled."""
     rows, kind, cuda = [], "float32" if options.small else "bfloat16", options.device.startswith("cuda")
-    for model, _, others, _ in versions("BERT-base", kind, (0.5, 0.25), options):
-        for batch, tokens in [(2, 16)] if options.small else [(1, 128), (8, 128), (32, 128), (128, 128)]:
-            given, models = fed(model, batch, tokens), {"dense": model, **others}
-            ways = {"plain": models}
-            ways["CUDA graph"] = {n: Graphed(m, given) for n, m in models.items()} if cuda else models
-            if (batch, tokens) in ((2, 16), (1, 128), (128, 128)):
-                ways["torch.compile"] = {
-                    n: torch.compile(m, mode="reduce-overhead", dynamic=False) for n, m in models.items()
-                }
-            for way, those in ways.items():
-                row = hp.benchmark(those, given, min_runs=15, min_seconds=0.3)
-                speeds = [f"{row.speedups[n].ratio:.2f}" for n in others]
-                rows.append([f"{kind}, {batch} x {tokens}, {way}", f"{row.timings['dense'].median:.3f} ms", *speeds])
-                print(rows[-1], flush=True)
+    model, _, others, _ = versions("BERT-base", kind, (0.5, 0.25), options)
+    models, compiled = {"dense": model, **others}, partial(torch.compile, mode="reduce-overhead", dynamic=False)
+    for batch, tokens in [(2, 16)] if options.small else [(1, 128), (8, 128), (32, 128), (128, 128)]:
+        given, ways = fed(model, batch, tokens), {"plain": models}
+        ways["CUDA graph"] = {n: Graphed(m, given) for n, m in models.items()} if cuda else models
+        if (batch, tokens) in ((2, 16), (1, 128), (128, 128)):
+            ways["torch.compile"] = {n: compiled(m) for n, m in models.items()}
+        for way, those in ways.items():
+            row = hp.benchmark(those, given, min_runs=15, min_seconds=0.3)
+            speeds = [f"{row.speedups[n].ratio:.2f}" for n in others]
+            rows.append([f"{kind}, {batch} x {tokens}, {way}", f"{row.timings['dense'].median:.3f} ms", *speeds])
+            print(rows[-1], flush=True)
     about = "BERT-base: the dense model's time, and how many times as fast the pruned ones are. A graph waits for no launch; `torch.compile` (reduce-overhead) makes graphs too"
     return [f"{about}.", "", *table(["type, batch x tokens", "dense", *others], rows)]
 
 
-def multiples(options: argparse.Namespace) -> list[str]:
+def multiples(options: Options) -> list[str]:
     """BERT-base by the number of heads that every layer keeps, where the GPU is full."""
     counts = (4, 3, 2, 1) if options.small else (12, 11, 10, 9, 8, 7, 6, 5, 4)
     kind, size = ("float32", (2, 16)) if options.small else ("bfloat16", (128, 128))
-    for model, layers, others, drops in versions("BERT-base", kind, [n / counts[0] for n in counts[1:]], options):
-        given = fed(model, *size)
-        row = hp.benchmark({"dense": model, **others}, given, min_runs=30, min_seconds=0.3)
-        bounds = hp.breakdown(model, given, layers=layers, min_seconds=0.5)
-        cells = [f"{row.speedups[n].ratio:.3f} of {bounds.bound(drop):.3f}" for n, drop in drops.items()]
+    model, layers, others, drops = versions("BERT-base", kind, [n / counts[0] for n in counts[1:]], options)
+    given = fed(model, *size)
+    row = hp.benchmark({"dense": model, **others}, given, min_runs=30, min_seconds=0.3)
+    bounds = hp.breakdown(model, given, layers=layers, min_seconds=0.5)
+    cells = [f"{row.speedups[n].ratio:.3f} of {bounds.bound(drop):.3f}" for n, drop in drops.items()]
     heads = [f"BERT-base, {kind}, {size[0]} x {size[1]}", *(f"{n} heads a layer" for n in counts[1:])]
     return table(heads, [["times as fast, of at most", *cells]])
 
 
-def writing(options: argparse.Namespace) -> list[str]:
+def writing(options: Options) -> list[str]:
     """Decoders: the prompt, then tokens with the cache."""
-    from headprune.decoding import benchmark_generation
-
-    rows, kind, short = [], "float32" if options.small else "bfloat16", {"new": 4, "min_seconds": 0.01}
-    for model, _, others, _ in versions("Llama-1B", kind, (0.5, 0.25), options):
-        for batch, tokens in [(1, 16)] if options.small else [(1, 512), (16, 512), (64, 1024)]:
-            row = benchmark_generation(
-                {"dense": model, **others}, fed(model, batch, tokens), **(short if options.small else {})
-            )
-            assert row is not None
-            for name, step in row.token.items():
-                cells = [f"{row.prefill[name].median:.2f} ms", f"{step.median:.2f} ms"]
-                cells += [f"{row.tokens_per_second[name]:.0f}", f"{row.cache[name]:.0f}"]
-                rows.append([f"{batch} x {tokens}, {name}", *cells])
-    heads = ["Llama-1B's shape", "prompt", "a step", "tokens per second", "cache, bytes per token"]
-    return table(heads, rows)
+    kind, limits = ("float32", {"new": 4, "min_seconds": 0.01}) if options.small else ("bfloat16", {})
+    (model, _, others, _), rows = versions("Llama-1B", kind, (0.5, 0.25), options), []
+    for batch, tokens in [(1, 16)] if options.small else [(1, 512), (16, 512), (64, 1024)]:
+        row = benchmark_generation({"dense": model, **others}, fed(model, batch, tokens), **limits)
+        for name, step in row.token.items():
+            cells = [f"{row.prefill[name].median:.2f} ms", f"{step.median:.2f} ms"]
+            cells += [f"{row.tokens_per_second[name]:.0f}", f"{row.cache[name]:.0f}"]
+            rows.append([f"{batch} x {tokens}, {name}", *cells])
+    return table(["Llama-1B's shape", "prompt", "a step", "tokens per second", "cache, bytes per token"], rows)
 
 
 PARTS = {

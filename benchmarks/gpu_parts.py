@@ -14,10 +14,10 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # of the code in saved folders
@@ -29,22 +29,24 @@ from document import replace_section
 
 import headprune as hp
 
+warnings.filterwarnings("ignore")
 ROOT = Path(__file__).resolve().parent.parent
 TYPES = {"float32": torch.float32, "TF32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LITTLE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
 LITTLE_LLAMA = {**LITTLE, "num_key_value_heads": 2, "vocab_size": 1000}
-SHAPES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {  # config, model, sizes, sizes to try the script
-    "BERT-base": (tf.BertConfig, tf.BertForSequenceClassification, {"max_position_embeddings": 4096}, LITTLE),
-    "ViT-B": (tf.ViTConfig, tf.ViTForImageClassification, {}, {**LITTLE, "image_size": 32, "patch_size": 8}),
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+LLAMA_1B = {**LLAMA, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192}
+LLAMA_8B = {**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}
+SHAPES: dict[str, tuple[Any, dict[str, int], dict[str, int]]] = {  # model, sizes, sizes to try the script
+    "BERT-base": (tf.BertForSequenceClassification, {"max_position_embeddings": 4096}, LITTLE),
+    "ViT-B": (tf.ViTForImageClassification, {}, {**LITTLE, "image_size": 32, "patch_size": 8}),
+    "Llama-1B": (tf.LlamaForCausalLM, LLAMA_1B, LITTLE_LLAMA),
+    "Llama-8B": (tf.LlamaForCausalLM, LLAMA_8B, LITTLE_LLAMA),
 }
-for _name, _wide, _layers, _inner in (("Llama-1B", 2048, 16, 8192), ("Llama-8B", 4096, 32, 14336)):
-    _sizes = {**LLAMA, "hidden_size": _wide, "num_hidden_layers": _layers, "intermediate_size": _inner}
-    SHAPES[_name] = (tf.LlamaConfig, tf.LlamaForCausalLM, _sizes, LITTLE_LLAMA)
+Options = argparse.Namespace
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of a benchmark.
 
     Attributes:
@@ -53,7 +55,7 @@ class Part:
     """
 
     title: str
-    run: Callable[[argparse.Namespace], list[str]]
+    run: Callable[[Options], list[str]]
     seconds: float
 
 
@@ -70,12 +72,11 @@ def main(parts: Mapping[str, Part], about: str, section: str, heading: str) -> N
     options = parser.parse_args()
     known = json.loads(options.work.read_text()) if options.work.exists() else {}
     if options.document:
-        replace_section(ROOT / "docs" / "scale.md", section, "\n".join(_document(parts, known, heading)))
+        replace_section(ROOT / "docs" / "scale.md", section, _document(parts, known, heading))
         return
     end = time.monotonic() + options.seconds
-    for name in options.only or parts:
-        if "lines" in known.get(name, {}):
-            continue
+    todo = [name for name in dict.fromkeys(options.only or parts) if "lines" not in known.get(name, {})]
+    for name in todo:
         if end - time.monotonic() < parts[name].seconds and not options.small:
             print(f"{name}: not begun, it takes about {parts[name].seconds:.0f} s", flush=True)
             continue
@@ -86,53 +87,44 @@ def main(parts: Mapping[str, Part], about: str, section: str, heading: str) -> N
     print(f"still to run: {', '.join(missing)}" if missing else "all parts are done", flush=True)
 
 
-def _run(part: Part, options: argparse.Namespace) -> dict[str, Any]:
+def _run(part: Part, options: Options) -> dict[str, Any]:
+    torch.set_float32_matmul_precision("highest")  # whatever the part before has set
     try:
         found: dict[str, Any] = {"lines": part.run(options)}
     except Exception as error:
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"[:500]}
-    where = f"the CPU ({platform.machine()}), to try the script"
-    if options.device.startswith("cuda"):
-        where = torch.cuda.get_device_name(0)
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
+    cuda = options.device.startswith("cuda")
+    where = torch.cuda.get_device_name(0) if cuda else f"the CPU ({platform.machine()}), to try the script"
     versions = f"torch {torch.__version__}, transformers {tf.__version__}, Python {platform.python_version()}"
     return found | {"where": f"{where}, {versions}, headprune {hp.__version__}"}
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:
-    return found.get("lines") or [f"**Failed**: {found['error']}" if "error" in found else "Not run yet."]
+    return found["lines"] if "lines" in found else [f"**Failed**: {found['error']}"]
 
 
-def _document(parts: Mapping[str, Part], known: Mapping[str, Any], heading: str) -> list[str]:
+def _document(parts: Mapping[str, Part], known: Mapping[str, Any], heading: str) -> str:
     lines = [f"## {heading}", ""]
-    for name, part in parts.items():
-        lines += [f"### {part.title}", "", *_lines(known[name]), ""] if name in known else []
-    places, missing = dict.fromkeys(found["where"] for found in known.values()), [n for n in parts if n not in known]
-    return [
-        *lines,
-        f"Measured on {'; '.join(places) or 'nothing yet'}. Not run yet: {', '.join(missing) or 'nothing'}.",
-    ]
-
-
-def table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    """Lines of a table; the first column is text, the others are numbers."""
-    return [f"| {' | '.join(row)} |" for row in (heads, ["---", *["---:"] * (len(heads) - 1)], *rows)]
+    for name in (name for name in parts if name in known):
+        lines += [f"### {parts[name].title}", "", *_lines(known[name]), ""]
+    places = "; ".join(dict.fromkeys(found["where"] for found in known.values())) or "nothing yet"
+    missing = ", ".join(name for name in parts if name not in known) or "nothing"
+    return "\n".join([*lines, f"Measured on {places}. Not run yet: {missing}."])
 
 
 # -- models and inputs -----------------------------------------------------------------------------
 
 
-def built(
-    shape: str, options: argparse.Namespace, kind: str = "float32", attention: str = "sdpa", weights: str = "large"
-) -> Any:
-    """A model of a common shape, made on the device; its random weights are large enough for heads to matter, or ``"initial"`` ones."""
-    config, cls, large, small = SHAPES[shape]
+def built(shape: str, options: Options, kind: str = "float32", attention: str = "sdpa", initial: bool = False) -> Any:
+    """A model of a common shape, made on the device; its random weights are large enough for heads to matter, or ``initial`` ones."""
+    cls, sizes, little = SHAPES[shape]
     torch.manual_seed(0)
     with torch.device(options.device), torch.no_grad():
-        sizes = config(**(small if options.small else large))
-        model = cls._from_config(sizes, attn_implementation=attention, dtype=TYPES[kind])
-        for p in model.parameters() if weights == "large" else ():
+        config = cls.config_class(**(little if options.small else sizes))
+        model = cls._from_config(config, attn_implementation=attention, dtype=TYPES[kind])
+        for p in () if initial else model.parameters():
             if p.ndim > 1:
                 p.normal_(std=1.2 / p.shape[-1] ** 0.5)
     return model.eval()
@@ -149,7 +141,3 @@ def texts(rows: int, tokens: int, batches: int, device: str, padded: bool = True
             batch["attention_mask"][1::2, tokens - tokens // 4 :] = 0
         found.append({name: value.to(device) for name, value in batch.items()})
     return found
-
-
-def unlabelled(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in batch.items() if name != "labels"}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from document import replace_section
+from document import replace_section, table
 
 import headprune as hp
 from headprune.evaluation import interval
@@ -114,17 +114,12 @@ def scores(rng: Rng, n: int, draws: int) -> list[str]:
     return [f"{n:,}", f"{np.mean(inside):.3f}", f"{np.mean(few):.3f}", f"{others.mean():.3f}" if len(others) else "–"]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
-    yield ""
-
-
 def tables(draws: int) -> Iterator[str]:
     rng = np.random.default_rng(0)
 
     def rates(cases: dict[str, Case], rate: Callable[[Sequence[Draw]], float]) -> Iterator[str]:
         rows = [[name, *(f"{rate([case(rng, n) for _ in range(draws)]):.3f}" for n in SIZES)] for name, case in cases.items()]  # fmt: skip
-        return table(["", *(f"n = {n:,}" for n in SIZES)], rows)
+        yield from (*table(["", *(f"n = {n:,}" for n in SIZES)], rows, "---"), "")
 
     yield from ("Simulated with known truths, for n examples.", "")
     yield from ("How often a verdict is wrong, for models that are equally good (should be at most .05):", "")
@@ -135,13 +130,12 @@ def tables(draws: int) -> Iterator[str]:
     yield ""
     speeds = {"equally fast": 1.0, "2 % slower": 1.02, "10 % slower": 1.1, "10 % faster": 0.9}
     rows = [[name, *(f"{np.mean([faster(factor, rng, n) for _ in range(draws)]):.3f}" for n in ROUNDS)] for name, factor in speeds.items()]  # fmt: skip
-    yield from table(["", *(f"n = {n}" for n in ROUNDS)], rows)
+    yield from (*table(["", *(f"n = {n}" for n in ROUNDS)], rows, "---"), "")
     yield "How often a head score ± 1.96 standard errors contains the truth, with an effect in 2 % of the examples:"
     yield ""
     few = f"share reported to rest on fewer than {FEW:.0f} examples"
-    yield from table(
-        ["examples", "coverage", few, "coverage of the others"], [scores(rng, n, draws // 4) for n in EXAMPLES]
-    )
+    rows = [scores(rng, n, draws // 4) for n in EXAMPLES]
+    yield from (*table(["examples", "coverage", few, "coverage of the others"], rows, "---"), "")
     yield f"`python benchmarks/intervals.py`, {draws:,} draws per cell. `headprune.uncertainty` has the rule."
 
 

@@ -15,10 +15,9 @@ import argparse
 import json
 import random
 import re
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,40 +114,28 @@ def llama(home: Path, quick: bool) -> Words:
 def t5(home: Path, quick: bool) -> Words:
     """A random T5 of 4 + 4 layers of 8 heads, on pairs of random texts."""
     sizes = {"d_model": 192, "d_kv": 24, "num_heads": 8, "num_layers": 4, "num_decoder_layers": 4, "d_ff": 512}
-    return written(
-        home, "T5ForConditionalGeneration", {**sizes, "decoder_start_token_id": 0}, "target", 64 if quick else 256
-    )
+    sizes["decoder_start_token_id"] = 0
+    return written(home, "T5ForConditionalGeneration", sizes, "target", 64 if quick else 256)
 
 
-SUBJECTS: dict[str, Callable[[Path, bool], Words]] = {
-    "digits": digits,
-    "minilm": minilm,
-    "bert": bert,
-    "llama": llama,
-    "t5": t5,
-}
+SUBJECTS = {each.__name__: each for each in (digits, minilm, bert, llama, t5)}
 
 
 def written(home: Path, cls: str, sizes: dict[str, Any], answer: str, examples: int) -> Words:
     """A random model in a folder with a tokenizer and random data; and the arguments of the run."""
-    from tests.support.folders import WORDS, tokenizer, write_jsonl
+    import made_up
 
     torch.manual_seed(0)
-    words, rng, kind = tokenizer(), random.Random(0), getattr(tf, cls)
-    words.model_max_length = 128
-    kind(kind.config_class(**sizes, vocab_size=len(words), pad_token_id=0)).save_pretrained(home / "model")
-    words.save_pretrained(home / "model")
+    rng, kind, parts = random.Random(0), getattr(tf, cls), {}
+    model = kind(kind.config_class(**sizes, vocab_size=len(made_up.tokenizer()), pad_token_id=0))
     for split, count in (("train", examples), ("validation", examples // 2), ("test", examples)):
-        rows: list[dict[str, Any]] = [
-            {"text": " ".join(rng.choices(WORDS, k=rng.randint(6, 60)))} for _ in range(count)
-        ]
-        for row in rows:
-            if answer == "label":
-                row["label"] = int(row["text"].count("good") > row["text"].count("bad"))
-            elif answer:
-                row["source"], row[answer] = row.pop("text"), " ".join(rng.choices(WORDS, k=20))
-        write_jsonl(home / "data" / f"{split}.jsonl", rows)
-    return [str(home / "model"), "-d", str(home / "data"), "-L", str(examples), "--keep", "50%"]
+        rows = [{"text": made_up.text(rng, rng.randint(6, 60))} for _ in range(count)]
+        if answer == "label":
+            rows = [made_up.labelled(row) for row in rows]
+        elif answer:
+            rows = [{"source": row["text"], answer: made_up.text(rng, 20)} for row in rows]
+        parts[split] = rows
+    return [*made_up.folders(home, model, 128, parts), "-L", str(examples), "--keep", "50%"]
 
 
 # -- measuring ---------------------------------------------------------------------------------
@@ -166,9 +153,8 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         found = json.loads((Path(folder) / "run" / "metrics.json").read_text())
         unit, examples = one_pass(Path(typed[0]), Path(typed[2]), int(typed[4]))
     stages = {label: (seconds / unit, run / examples) for label, (seconds, run) in meter.stages.items()}
-    say(
-        f"\n{name}, {examples:,} examples: a pass takes {unit:.2f} s of CPU time; told {meter.told:.0f} s, took {took:.0f} s\n"
-    )
+    about = f"a pass takes {unit:.2f} s of CPU time; told {meter.told:.0f} s, took {took:.0f} s"
+    say(f"\n{name}, {examples:,} examples: {about}\n")
     say("| stage | passes' time | forward passes |\n|:--|--:|--:|")
     for label, (cost, run) in (*stages.items(), ("all", tuple(map(sum, zip(*stages.values(), strict=True))))):
         say(f"| {label} | {cost:.1f} | {run:.1f} |")
@@ -195,7 +181,6 @@ def main() -> None:
     parser.add_argument("which", nargs="*", help=f"{', '.join(SUBJECTS)} [all]")
     parser.add_argument("--quick", action="store_true", help="few examples")
     options = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
     torch.set_num_threads(1)
     names = [n for n in options.which or SUBJECTS if n != "minilm" or MINILM.exists()]
     print(json.dumps({name: measured(name, options) for name in names}))

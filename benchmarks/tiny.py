@@ -39,6 +39,7 @@ _TOKEN = re.compile(
 _LAYERS = re.compile(
     r"(^|_)(layers?|depth|blocks)$|^depth$|num_blocks$|layers_per_|num_self_attends_per_block|^num_hidden_layers|^conf_num_hidden_layers|_hidden_layers$|num_layers_per_stack|repeats$"
 )
+_DEPTHS = re.compile(r"^(depths?|blocks_per_stage|stage_num_blocks|num_block_repeats|block_sizes|n_attn_blocks)$")
 _KV = re.compile(r"(kv|key_value).*heads?$|heads?_?kv$|query_groups|^multi_query_group_num$")
 _HEADS = re.compile(r"heads?$|^num_attention_heads|attn_heads|attention_heads")
 _HEAD_DIM = re.compile(
@@ -335,23 +336,12 @@ def _list_divisor(fields: dict[str, Any]) -> int:
     return divisor
 
 
-_DEPTHS = {
-    "depths",
-    "blocks_per_stage",
-    "stage_num_blocks",
-    "num_block_repeats",
-    "block_sizes",
-    "n_attn_blocks",
-    "depth",
-}
-
-
 def _shrunk_list(name: str, value: list[int], divisor: int) -> list[int]:
     if _KEEP.search(name):
         return value
     if name in ("image_size", "input_size"):
         return [IMAGE] * len(value)
-    if name in _DEPTHS:
+    if _DEPTHS.search(name):
         return [min(v, 3 if name == "depth" else 2) for v in value]
     if name in ("conv_dim", "tdnn_dim"):
         return [32] * len(value)
@@ -363,6 +353,8 @@ def _shrunk_list(name: str, value: list[int], divisor: int) -> list[int]:
 
 
 # -- inputs -----------------------------------------------------------------------------------
+
+_GRIDS = ("grid_thw", "image_grid_thw", "grid_hws", "image_grid_hws", "grid_hw", "target_sizes", "spatial_shapes")
 
 
 def example_for(model: nn.Module, config: Any) -> dict[str, Any]:
@@ -411,15 +403,8 @@ def candidates(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
     size = _number(config, "image_size", "img_size", "input_size", "crop_size", default=IMAGE)
     channels = _number(config, "num_channels", "in_chans", "in_channels", default=3)
     pixels = noise(2, channels, size, size)
-    bins = _number(
-        config,
-        "num_mel_bins",
-        "input_feat_per_channel",
-        "feature_projection_input_dim",
-        "input_feat_size",
-        "input_dim",
-        default=80,
-    )
+    mels = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "input_feat_size", "input_dim")
+    bins = _number(config, *mels, default=80)
     width = _number(config, "hidden_size", "d_model", "n_embd", "embed_dim", default=WIDTH)
     frames = 2 * _number(config, "max_source_positions", default=32)
     words = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -497,27 +482,12 @@ def candidates(model: nn.Module, config: Any) -> Iterator[dict[str, Any]]:
         flat = noise(32, channels * t * patch * patch)
         grid = torch.tensor([[1, 4, 4], [1, 4, 4]])
         for name in ("hidden_states", "pixel_values", "pixel_values_videos"):
-            for grids in (
-                "grid_thw",
-                "image_grid_thw",
-                "grid_hws",
-                "image_grid_hws",
-                "grid_hw",
-                "target_sizes",
-                "spatial_shapes",
-            ):
+            for grids in _GRIDS:
                 forms.append({name: flat, grids: grid if "thw" in grids else grid[:, 1:]})
-        patches = {
-            "pixel_values": flat.reshape(2, 16, -1),
-            "pixel_attention_mask": usual["pixel_attention_mask"],
-            "spatial_shapes": usual["spatial_shapes"],
-        }
+        about = {name: usual[name] for name in ("pixel_attention_mask", "spatial_shapes")}
+        patches = {"pixel_values": flat.reshape(2, 16, -1), **about}
         forms += [patches, {**words, **patches}]
-        positions = (
-            torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1)
-            .reshape(1, 16, 2)
-            .repeat(2, 1, 1)
-        )
+        positions = torch.cartesian_prod(torch.arange(4), torch.arange(4)).repeat(2, 1, 1)
         for name in ("pixel_position_ids", "image_position_ids", "position_ids"):
             forms.append({"pixel_values": flat.reshape(2, 16, -1), name: positions})
         merged = {"merge_sizes": torch.tensor([1, 1]), "grid_thw": grid}
