@@ -415,7 +415,7 @@ def test_others_work_is_never_mixed_in(tmp_path: Path) -> None:
 
 def cut_short(path: Path) -> None:
     """As a kill leaves it."""
-    (path / "checksums.json").unlink()
+    (path / "checksum.txt").unlink()
 
 
 def flipped(path: Path) -> None:
