@@ -377,6 +377,32 @@ def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], 
     assert (again[1].history, again[1].steps, again[1].resumed) == (training.history, 8, 8)
 
 
+@pytest.mark.usefixtures("saved_every_step")
+@pytest.mark.parametrize(("epochs", "killed"), [(2, 1), (2, 2), (1.5, 2)])
+def test_a_kill_while_an_epoch_is_evaluated(
+    epochs: float, killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch's last step is done again: its weights may be the best, and a checkpoint before the evaluation would not say so."""
+    dense, pruned, train, choose = setting(4)
+    options = FinetuneOptions(epochs=epochs, learning_rate=1e-3)
+    model, training = tuned(pruned, dense, train, choose, tmp_path / "whole", options)
+    evaluations = iter(range(9))
+
+    def evaluate(*given: Any) -> Measurement:
+        if next(evaluations) == killed:
+            raise Interrupted
+        return hp.evaluate(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "evaluate", evaluate)
+        with pytest.raises(Interrupted):
+            tuned(pruned, dense, train, choose, tmp_path / "work", options)
+    again = tuned(pruned, dense, train, choose, tmp_path / "work", options)
+    assert again[1].history == training.history
+    assert (again[1].best, fingerprint(again[0])) == (training.best, fingerprint(model))
+    assert again[1].resumed
+
+
 @pytest.mark.parametrize("epochs", [0.4, 1.5])
 def test_parts_of_epochs(epochs: float, tmp_path: Path) -> None:
     dense, pruned, train, choose = setting(4)

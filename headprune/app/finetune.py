@@ -226,7 +226,8 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
         self.progress(state.global_step, state.max_steps)
         self.stepped = time.monotonic()
         due = broadcast_object_list([self.stepped - self.saved >= self.wait])  # clocks differ between processes
-        control.should_save |= due[0]
+        # After its last step an epoch is saved once it is evaluated: what continues would not evaluate it.
+        control.should_save |= due[0] and state.epoch % 1 > 0 and not control.should_training_stop
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
