@@ -122,12 +122,12 @@ def test_several_labels_at_once_by_hand() -> None:
 
 @pytest.mark.parametrize("make", [bert, gpt2, llama, vit, t5])
 def test_alpha_0_is_the_models_own_loss(make: Any) -> None:
-    """In value and gradient, where every example has as many labelled tokens; no dense model is needed."""
+    """In value and gradient, where every example has as many labelled tokens."""
     model, example = make()
     batch = labelled(model, {k: v[:2] for k, v in example.items()})
     if "labels" in batch and make is t5:
         batch["labels"] = batch["labels"].clamp(min=3)
-    loss = DistillationLoss(model, None, Mixture(alpha=0.0), batch)
+    loss = DistillationLoss(model, model, Mixture(alpha=0.0), batch)
     mine, own = loss(batch).mean(), model(**batch).loss
     assert mine.item() == pytest.approx(own.item(), rel=1e-5)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -171,7 +171,6 @@ def test_question_answering_learns_where_the_answer_is() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    (lambda: DistillationLoss(bert()[0], None, Mixture(), labelled(*bert())), "no dense model"),
     (lambda: DistillationLoss(bert()[0], _other(num_labels=3), Mixture(), labelled(*bert())), "logits are"),
     (lambda: DistillationLoss(bert()[0], _other(hidden_size=16, num_hidden_layers=3), Mixture(hidden_states=True), labelled(*bert())), "hidden states are"),
 ])  # fmt: skip
@@ -186,7 +185,7 @@ def _other(**sizes: int) -> nn.Module:
 
 def test_fine_tuning_learns_what_is_measured() -> None:
     model, batch = randomise(my_gpt()), texts()
-    loss = DistillationLoss(model, None, Mixture(alpha=0), batch)
+    loss = DistillationLoss(model, model, Mixture(alpha=0), batch)
     with torch.no_grad():
         for i, each in enumerate(loss(batch)):
             own = model(**{k: v[i : i + 1] for k, v in batch.items()}).loss
@@ -231,7 +230,7 @@ def test_labels_alone_and_a_plain_module(tmp_path: Path) -> None:
     x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     made = [{"input": a, "labels": b} for a, b in zip(x.split(4), x[:, :3].argmax(-1).split(4), strict=True)]
     options = FinetuneOptions(epochs=20, learning_rate=0.05, mixture=Mixture(alpha=0))
-    _, training = tuned(model, None, made, made, tmp_path, options, metric="accuracy")
+    _, training = tuned(model, model, made, made, tmp_path, options, metric="accuracy")
     assert training.history[-1]["loss"] < training.history[0]["loss"]
 
 

@@ -52,7 +52,7 @@ _SEAL = "checksum.txt"  # is written last
 
 
 def finetune(
-    pruned: nn.Module, dense: nn.Module | None, train: Part, choose: Part, options: FinetuneOptions, work: Path, *,
+    pruned: nn.Module, dense: nn.Module, train: Part, choose: Part, options: FinetuneOptions, work: Path, *,
     metric: str = "loss", progress: Progress = no_progress, say: Callable[[str], None] = lambda text: None,
 ) -> tuple[nn.Module, Training]:  # fmt: skip
     """A copy of a pruned model, trained on labels and on the dense model's answers (`DistillationLoss`), and how it was trained.
@@ -62,7 +62,7 @@ def finetune(
 
     Args:
         pruned: A transformers model, or any module whose output has ``logits``; it is not changed.
-        dense: The model before pruning, on the same device; it is not changed. None with ``alpha=0``.
+        dense: The model before pruning, on the same device; it is not changed.
         train: Examples with labels; without them, if ``alpha`` is 1.
         choose: Examples that decide when to stop and which epoch's weights are kept (those from before training, if no epoch
             was better). Never those that are reported.
@@ -78,7 +78,7 @@ def finetune(
     began, device = time.monotonic(), model_device(pruned)
     # Trainer makes accelerate's state of the process anew, and that decides on the devices of all that follows.
     accelerate_kept = held(kind._shared_state for kind in (PartialState, AcceleratorState, GradientState))
-    with accelerate_kept, seeded(pruned, options.seed), evaluating(dense or pruned):
+    with accelerate_kept, seeded(pruned, options.seed), evaluating(dense):
         facts = [versions(), device.type, options, metric, train.batch_size, choose.batch_size]
         folder = work / digest(facts, train.content_hash, choose.content_hash, pruned, dense)
         arguments, student = _arguments(folder, options, metric, pruned), copy.deepcopy(pruned)
@@ -183,8 +183,8 @@ class _Trainer(Trainer):  # type: ignore[misc]
         share = range(rank * size // count, (rank + 1) * size // count)
         own = share or range(1)  # every process takes part in the averaging of the gradients
         with _Draws(size, own):
-            losses: Tensor = model(self.model.divergence.rows.take(inputs, own))
-        return torch.mean(losses) * (len(share) * count / size)
+            losses = model(self.model.divergence.rows.take(inputs, own))
+        return torch.mean(losses).mul(len(share) * count / size)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         step = self.state.global_step
