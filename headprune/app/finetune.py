@@ -31,7 +31,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from headprune.app.data import Part
 from headprune.app.distillation import DistillationLoss
 from headprune.app.documents import Training
-from headprune.app.options import FinetuneOptions
+from headprune.app.options import FinetuneOptions, check_values
 from headprune.app.sources import widen
 from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
@@ -75,6 +75,7 @@ def finetune(
     Raises:
         HeadPruneError: Models or labels that do not fit each other, weights that cannot be trained here, or a loss that is not finite.
     """
+    check_values(options)
     began, device = time.monotonic(), model_device(pruned)
     # Trainer makes accelerate's state of the process anew, and that decides on the devices of all that follows.
     accelerate_kept = held(kind._shared_state for kind in (PartialState, AcceleratorState, GradientState))
