@@ -166,9 +166,9 @@ class Ranks:
     def cause(self, error: Exception) -> Exception:
         """The reason for an error where others talk between the ranks (DistributedDataParallel): a lost rank, or the error itself.
 
-        After it no message reaches the other ranks: the launcher ends them.
+        After it no message reaches the other ranks: the launcher ends them. Not so after a HeadPruneError, which all of them raise.
         """
-        if self.size == 1:
+        if self.size == 1 or isinstance(error, HeadPruneError):
             return error
         lost = self._parted()
         return lost if self.gone else error

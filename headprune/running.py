@@ -130,7 +130,7 @@ def restorer(parts: Iterable[Any]) -> Callable[[], None]:
 
 
 @contextmanager
-def _held(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
+def held(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
     """What dicts hold now, they hold again when the context ends; a model has thousands, so there is no callback for each."""
     restore = restorer(dicts)
     try:
@@ -180,17 +180,17 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     # A compiled script has something else there.
     buffers = [module._buffers for module in modules if isinstance(module._buffers, dict)]
     copies: dict[int, Tensor] = {}
-    with _held((*map(vars, modules), *caches, *buffers, *hooks)), ExitStack() as stack:
+    with held((*map(vars, modules), *caches, *buffers, *hooks)), ExitStack() as stack:
         for _, value in every:
             if type(value) is list:
                 stack.callback(value.__setitem__, slice(None), list(value))
         for cache in caches:
             if any(isinstance(v, Tensor) for v in cache.values()):
                 cache.clear()  # tensors kept from earlier calls have no graph
-        for held in buffers:
-            for name, buffer in held.items():
+        for own in buffers:
+            for name, buffer in own.items():
                 if buffer is not None:  # a forward may write into it, so it gets a copy
-                    held[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+                    own[name] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield
 
 
@@ -202,7 +202,7 @@ def config_kept(model: nn.Module) -> Iterator[None]:
     """Leave a model's configs as they are: classifiers note their ``problem_type`` in it when they first compute a loss."""
     every = (getattr(module, "config", None) for module in model.modules())
     configs: dict[int, Any] = {id(c): c for c in every if hasattr(c, "to_dict") and not isinstance(c, type)}
-    with _held(map(vars, configs.values())):
+    with held(map(vars, configs.values())):
         yield
 
 

@@ -122,12 +122,12 @@ def test_several_labels_at_once_by_hand() -> None:
 
 @pytest.mark.parametrize("make", [bert, gpt2, llama, vit, t5])
 def test_alpha_0_is_the_models_own_loss(make: Any) -> None:
-    """In value and gradient, where every example has as many labelled tokens; no dense model is needed."""
+    """In value and gradient, where every example has as many labelled tokens."""
     model, example = make()
     batch = labelled(model, {k: v[:2] for k, v in example.items()})
     if "labels" in batch and make is t5:
         batch["labels"] = batch["labels"].clamp(min=3)
-    loss = DistillationLoss(model, None, Mixture(alpha=0.0), batch)
+    loss = DistillationLoss(model, model, Mixture(alpha=0.0), batch)
     mine, own = loss(batch).mean(), model(**batch).loss
     assert mine.item() == pytest.approx(own.item(), rel=1e-5)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -171,7 +171,6 @@ def test_question_answering_learns_where_the_answer_is() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    (lambda: DistillationLoss(bert()[0], None, Mixture(), labelled(*bert())), "no dense model"),
     (lambda: DistillationLoss(bert()[0], _other(num_labels=3), Mixture(), labelled(*bert())), "logits are"),
     (lambda: DistillationLoss(bert()[0], _other(hidden_size=16, num_hidden_layers=3), Mixture(hidden_states=True), labelled(*bert())), "hidden states are"),
 ])  # fmt: skip
@@ -186,7 +185,7 @@ def _other(**sizes: int) -> nn.Module:
 
 def test_fine_tuning_learns_what_is_measured() -> None:
     model, batch = randomise(my_gpt()), texts()
-    loss = DistillationLoss(model, None, Mixture(alpha=0), batch)
+    loss = DistillationLoss(model, model, Mixture(alpha=0), batch)
     with torch.no_grad():
         for i, each in enumerate(loss(batch)):
             own = model(**{k: v[i : i + 1] for k, v in batch.items()}).loss
@@ -231,7 +230,7 @@ def test_labels_alone_and_a_plain_module(tmp_path: Path) -> None:
     x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     made = [{"input": a, "labels": b} for a, b in zip(x.split(4), x[:, :3].argmax(-1).split(4), strict=True)]
     options = FinetuneOptions(epochs=20, learning_rate=0.05, mixture=Mixture(alpha=0))
-    _, training = tuned(model, None, made, made, tmp_path, options, metric="accuracy")
+    _, training = tuned(model, model, made, made, tmp_path, options, metric="accuracy")
     assert training.history[-1]["loss"] < training.history[0]["loss"]
 
 
@@ -377,6 +376,32 @@ def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], 
     assert (again[1].history, again[1].steps, again[1].resumed) == (training.history, 8, 8)
 
 
+@pytest.mark.usefixtures("saved_every_step")
+@pytest.mark.parametrize(("epochs", "killed"), [(2, 1), (2, 2), (1.5, 2)])
+def test_a_kill_while_an_epoch_is_evaluated(
+    epochs: float, killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch's last step is done again: its weights may be the best, and a checkpoint before the evaluation would not say so."""
+    dense, pruned, train, choose = setting(4)
+    options = FinetuneOptions(epochs=epochs, learning_rate=1e-3)
+    model, training = tuned(pruned, dense, train, choose, tmp_path / "whole", options)
+    evaluations = iter(range(9))
+
+    def evaluate(*given: Any) -> Measurement:
+        if next(evaluations) == killed:
+            raise Interrupted
+        return hp.evaluate(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "evaluate", evaluate)
+        with pytest.raises(Interrupted):
+            tuned(pruned, dense, train, choose, tmp_path / "work", options)
+    again = tuned(pruned, dense, train, choose, tmp_path / "work", options)
+    assert again[1].history == training.history
+    assert (again[1].best, fingerprint(again[0])) == (training.best, fingerprint(model))
+    assert again[1].resumed
+
+
 @pytest.mark.parametrize("epochs", [0.4, 1.5])
 def test_parts_of_epochs(epochs: float, tmp_path: Path) -> None:
     dense, pruned, train, choose = setting(4)
@@ -415,7 +440,7 @@ def test_others_work_is_never_mixed_in(tmp_path: Path) -> None:
 
 def cut_short(path: Path) -> None:
     """As a kill leaves it."""
-    (path / "checksums.json").unlink()
+    (path / "checksum.txt").unlink()
 
 
 def flipped(path: Path) -> None:

@@ -13,7 +13,7 @@ from headprune.app.options import Mixture
 from headprune.batches import find_rows
 from headprune.divergence import Divergence, logits_of
 from headprune.errors import HeadPruneError
-from headprune.inputs import LABELS, call, is_encoder_decoder, tensors, unlabelled
+from headprune.inputs import LABELS, call, tensors, without_labels
 from headprune.losses import ExampleLoss
 from headprune.running import evaluating
 
@@ -34,47 +34,39 @@ class DistillationLoss(nn.Module):
 
     Args:
         student: A transformers model, or any module whose output has ``logits``.
-        teacher: The same before pruning; in evaluation mode, on the same device. None if the mixture needs none.
+        teacher: The same before pruning; in evaluation mode, on the same device.
         example: A batch, by which it is checked that models and labels fit, and found out how labels are compared.
 
     Raises:
-        HeadPruneError: No teacher or no labels where they are needed; models with other classes or widths.
+        HeadPruneError: No labels where they are needed; models with other classes or widths.
     """
 
-    def __init__(
-        self, student: nn.Module, teacher: nn.Module | None, mixture: Mixture, example: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, student: nn.Module, teacher: nn.Module, mixture: Mixture, example: Mapping[str, Any]) -> None:
         super().__init__()
         self.student, self.mixture, self.example = student, mixture, example
-        self.teachers: tuple[nn.Module, ...] = ()  # in a tuple it is no part of this module: not trained, not saved
-        if mixture.alpha > 0 or mixture.hidden_states:
-            if teacher is None:
-                raise HeadPruneError("There is no dense model to learn from.", "Pass it, or train with alpha 0.")
-            self.teachers = (teacher,)
+        # In a tuple it is no part of this module: not trained, not saved.
+        self.teachers = (teacher,) if mixture.alpha > 0 or mixture.hidden_states else ()
         self.labels = ExampleLoss(student)
         self.divergence = Divergence(student, 0, mixture.temperature)
-        self._keeps_labels = is_encoder_decoder(student)
-        self._extra = {"output_hidden_states": True} if mixture.hidden_states else {}
         with evaluating(student), torch.no_grad():
             self.divergence.rows = find_rows(student, [example], lambda b: tensors(call(student, self._inputs(b))))
             if mixture.alpha < 1:
                 if not any(name in example for name in LABELS):
                     raise HeadPruneError("The batches to train on have no labels.", "Train with alpha 1.")
                 self.labels.prepare([example])
-                self._keeps_labels |= self.labels.use.own
             self(example)
 
     def forward(self, batch: Mapping[str, Any]) -> Tensor:
         """Losses ``[batch]``, differentiable by the student's weights."""
-        inputs = self._inputs(batch)
-        output = call(self.student, inputs, **self._extra)
-        alpha, parts = self.mixture.alpha, []
+        inputs, alpha, parts = self._inputs(batch), self.mixture.alpha, []
+        more = {"output_hidden_states": True} if self.mixture.hidden_states else {}
+        output = call(self.student, inputs, **more)
         if alpha < 1:
             loss = output.loss if self.labels.use.own else self.labels.of_output(output, batch)
             parts.append((1 - alpha) * loss)
         for teacher in self.teachers:
             with torch.no_grad():
-                answer = call(teacher, inputs, **self._extra)
+                answer = call(teacher, inputs, **more)
             if alpha > 0:
                 known, now = logits_of(answer, batch), logits_of(output, batch)
                 _check_shapes("logits are", known, now)
@@ -88,15 +80,13 @@ class DistillationLoss(nn.Module):
         """Whether an example's loss, in training too, does not depend on the other examples of its batch; tried on three."""
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):
             return False
-        rows = self.divergence.rows
         with evaluating(self.student), torch.no_grad():
             whole = self(self.example)
-            some = range(min(3, rows.size(self.example)))
-            single = torch.stack([self(rows.take(self.example, [i])).mean() for i in some])
+            single = torch.stack([self(row).mean() for row in self.divergence.rows.singles(self.example)[:3]])
         return whole.ndim == 1 and torch.allclose(single, whole[: len(single)], rtol=0, atol=_SAME * float(whole.max()))
 
-    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(batch) if self._keeps_labels else unlabelled(batch)
+    def _inputs(self, batch: Mapping[str, Any]) -> Any:
+        return batch if self.labels.use.own else without_labels(self.student, batch)
 
     def _hidden(self, answer: Any, output: Any, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``: relative squared differences of the hidden states, averaged over layers."""

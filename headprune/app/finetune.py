@@ -13,9 +13,8 @@ from __future__ import annotations
 import copy
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +37,22 @@ from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.evaluation import evaluate
 from headprune.files import digest as file_digest
-from headprune.files import read_json, write_json
+from headprune.files import write_file
 from headprune.fingerprint import versions
 from headprune.inputs import model_device, move, seeded
 from headprune.parallel import current
-from headprune.running import Progress, evaluating, no_progress
+from headprune.running import Progress, evaluating, held, no_progress
 from headprune.store import digest
 
 SAVE_SECONDS = 60.0  # between two checkpoints, at least
 _SAVE_SHARE = 0.05  # of the time that checkpoints may take
 _WEIGHTS, _STATE = "pytorch_model.bin", "trainer_state.json"
 _FILES = (_WEIGHTS, _STATE, "optimizer.pt", "scheduler.pt")  # of a checkpoint, as Trainer calls them
-_SEAL = "checksums.json"
+_SEAL = "checksum.txt"  # is written last
 
 
 def finetune(
-    pruned: nn.Module, dense: nn.Module | None, train: Part, choose: Part, options: FinetuneOptions, work: Path, *,
+    pruned: nn.Module, dense: nn.Module, train: Part, choose: Part, options: FinetuneOptions, work: Path, *,
     metric: str = "loss", progress: Progress = no_progress, say: Callable[[str], None] = lambda text: None,
 ) -> tuple[nn.Module, Training]:  # fmt: skip
     """A copy of a pruned model, trained on labels and on the dense model's answers (`DistillationLoss`), and how it was trained.
@@ -63,7 +62,7 @@ def finetune(
 
     Args:
         pruned: A transformers model, or any module whose output has ``logits``; it is not changed.
-        dense: The model before pruning, on the same device; it is not changed. None with ``alpha=0``.
+        dense: The model before pruning, on the same device; it is not changed.
         train: Examples with labels; without them, if ``alpha`` is 1.
         choose: Examples that decide when to stop and which epoch's weights are kept (those from before training, if no epoch
             was better). Never those that are reported.
@@ -78,21 +77,27 @@ def finetune(
     """
     check_values(options)
     began, device = time.monotonic(), model_device(pruned)
-    with _accelerate_kept(), seeded(pruned, options.seed), evaluating(dense or pruned):
-        facts = [versions(), device.type, asdict(options), metric, train.batch_size, choose.batch_size]
+    # Trainer makes accelerate's state of the process anew, and that decides on the devices of all that follows.
+    accelerate_kept = held(kind._shared_state for kind in (PartialState, AcceleratorState, GradientState))
+    with accelerate_kept, seeded(pruned, options.seed), evaluating(dense):
+        facts = [versions(), device.type, options, metric, train.batch_size, choose.batch_size]
         folder = work / digest(facts, train.content_hash, choose.content_hash, pruned, dense)
-        arguments, student = _arguments(folder, options, pruned), copy.deepcopy(pruned)
+        arguments, student = _arguments(folder, options, metric, pruned), copy.deepcopy(pruned)
         widen(student)
         loss = DistillationLoss(student, dense, options.mixture, move(next(train.batches()), device))
         before = evaluate(student, choose.batches()).metrics
         if metric not in before:
             raise HeadPruneError(f"The {metric} cannot be read off the model's logits.", "Decide by the loss.")
-        last = current().first("checkpoint", lambda: _last_checkpoint(folder, say))
-        flow = _Flow(options, progress)
+        state = current().first("checkpoint", lambda: _last_state(folder, say))
+        resumed, flow = state and state.global_step, _Flow(options.patience, progress)
         trainer = _Trainer(loss, arguments, train_dataset=train, eval_dataset=choose, callbacks=[flow])
         trainer.remove_callback(PrinterCallback)
-        trainer.metric = metric
-        state, resumed = _train(trainer, flow, last)
+        if state is None or not flow.over(state):  # else it was stopped after its last step
+            try:
+                trainer.train(resume_from_checkpoint=resumed and str(folder / f"checkpoint-{resumed}"))
+            except Exception as error:
+                raise current().cause(error) from error.__cause__
+            state = trainer.state
         trainer.accelerator.wait_for_everyone()  # the first process may be writing
         best = state.best_global_step if state.best_global_step and state.best_metric > _merit(before, metric) else 0
         tuned = loss.student = copy.deepcopy(pruned).eval()
@@ -106,22 +111,7 @@ def finetune(
     )  # fmt: skip
 
 
-def _train(trainer: _Trainer, flow: _Flow, last: Path | None) -> tuple[TrainerState, int | None]:
-    """The state at the end of the training, and the step at which it continued from a checkpoint; None from the beginning."""
-    state = TrainerState() if last is None else TrainerState.load_from_json(str(last / _STATE))
-    resumed = None if last is None else state.global_step
-    if resumed is not None and flow.over(state):  # it was stopped after its last step
-        return state, resumed
-    try:
-        trainer.train(resume_from_checkpoint=last and str(last))
-    except HeadPruneError:
-        raise
-    except Exception as error:
-        raise current().cause(error) from error.__cause__
-    return trainer.state, resumed
-
-
-def _arguments(folder: Path, options: FinetuneOptions, pruned: nn.Module) -> TrainingArguments:
+def _arguments(folder: Path, options: FinetuneOptions, metric: str, pruned: nn.Module) -> TrainingArguments:
     """Trainer's arguments: it says nothing, writes into the folder alone, and trains on the model's device, in its precision.
 
     Raises:
@@ -133,7 +123,7 @@ def _arguments(folder: Path, options: FinetuneOptions, pruned: nn.Module) -> Tra
     arguments = TrainingArguments(
         str(folder), use_cpu=device.type == "cpu", bf16=torch.bfloat16 in dtypes, seed=options.seed, num_train_epochs=options.epochs,
         learning_rate=options.learning_rate, weight_decay=options.weight_decay, warmup_steps=0.1,
-        eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, metric_for_best_model="merit", greater_is_better=True,
+        eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, metric_for_best_model=metric, greater_is_better=True,
         logging_strategy="no", report_to="none", disable_tqdm=True, log_level_replica="passive", average_tokens_across_devices=False,
     )  # fmt: skip
     arguments._n_gpu = min(arguments.n_gpu, 1)  # no DataParallel: it would split batches among all GPUs
@@ -148,56 +138,38 @@ def _merit(metrics: Mapping[str, float], metric: str) -> float:
     return metrics["accuracy"] - 1e-9 * metrics["loss"] if metric == "accuracy" else -metrics[metric]
 
 
-@contextmanager
-def _accelerate_kept() -> Iterator[None]:
-    """Leave accelerate's state of the process as it was: Trainer makes it anew, and it decides on the devices of all that follows."""
-    states = [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
-    before = [dict(state) for state in states]
-    try:
-        yield
-    finally:
-        for state, values in zip(states, before, strict=True):
-            state.clear()
-            state.update(values)
+def _last_state(folder: Path, say: Callable[[str], None]) -> TrainerState | None:
+    """Where a training was at its last checkpoint that is whole, as the best one is; None if there is none.
 
-
-def _last_checkpoint(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The last checkpoint of a training that is whole, as the best one is, without later and damaged ones; None if there is none."""
-    steps = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
-    whole = {step: path for step, path in steps.items() if _is_whole(path)}
-    best = {step: TrainerState.load_from_json(str(path / _STATE)).best_global_step for step, path in whole.items()}
-    last = max((step for step in whole if not best[step] or best[step] in whole), default=0)
-    for step, path in steps.items():
-        if step > last or step not in whole:  # Trainer counts them among those that it keeps
+    Later and damaged ones are removed: Trainer counts them among those that it keeps.
+    """
+    checkpoints = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
+    whole = {n: TrainerState.load_from_json(str(path / _STATE)) for n, path in checkpoints.items() if _is_whole(path)}
+    last = max((n for n, state in whole.items() if (state.best_global_step or n) in whole), default=0)
+    for n, path in checkpoints.items():
+        if n > last or n not in whole:
             shutil.rmtree(path, ignore_errors=True)
     if last:
         say(f"Continuing from step {last} of an interrupted training (--no-resume starts again).")
-        return whole[last]
-    if folder.parent.is_dir() and any(folder.parent.iterdir()):
-        why = "it is damaged" if steps else "the model, data, seed, options or versions have changed"
+    elif any(folder.parent.glob("*")):
+        why = "it is damaged" if checkpoints else "the model, data, seed, options or versions have changed"
         say(f"Unfinished work in {folder.parent} is not used, as {why}.")
-    return None
+    return whole.get(last)
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end, where its checksums are, and has not changed since."""
-    with suppress(HeadPruneError, KeyError, OSError):
-        return bool(read_json(checkpoint / _SEAL, "checkpoint")["files"] == _checksums(checkpoint))
+    """Whether a checkpoint was written to its end, where its checksum is, and has not changed since."""
+    with suppress(OSError, UnicodeError):
+        return (checkpoint / _SEAL).read_text() == _checksum(checkpoint)
     return False
 
 
-def _checksums(checkpoint: Path) -> dict[str, str]:
-    return {name: file_digest(checkpoint / name) for name in _FILES}
+def _checksum(checkpoint: Path) -> str:
+    return file_digest(checkpoint / name for name in _FILES)
 
 
 class _Trainer(Trainer):  # type: ignore[misc]
-    """transformers' Trainer on `Part`s, with our loss and metrics.
-
-    Attributes:
-        metric: What decides which epoch is the best.
-    """
-
-    metric = "loss"
+    """transformers' Trainer on `Part`s, with our loss and metrics."""
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         train, order = self.train_dataset, torch.Generator()
@@ -209,37 +181,38 @@ class _Trainer(Trainer):  # type: ignore[misc]
         size, count, rank = apparent_size(inputs), self.accelerator.num_processes, self.accelerator.process_index
         if count == 1 or not self.model.separable:
             return torch.mean(model(inputs))
-        own = range(rank * size // count, (rank + 1) * size // count)
-        weight: float = len(own) * count / size
-        own = own or range(1)  # every process takes part in the averaging of the gradients
+        share = range(rank * size // count, (rank + 1) * size // count)
+        own = share or range(1)  # every process takes part in the averaging of the gradients
         with _Draws(size, own):
             losses = model(self.model.divergence.rows.take(inputs, own))
-        return torch.mean(losses) * weight
+        return torch.mean(losses).mul(len(share) * count / size)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        step = self.state.global_step
+        set_seed(_seed(self.args.seed, step))
         loss: Tensor = self.accelerator.reduce(super().training_step(*args, **kwargs), "mean")
         if not loss.isfinite():
-            at = self.state.global_step + 1
-            raise HeadPruneError(f"The loss became {loss.item()} at step {at}.", "Use a smaller --learning-rate.")
+            raise HeadPruneError(f"The loss became {loss.item()} at step {step + 1}.", "Use a smaller --learning-rate.")
         return loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """What Trainer judges an epoch by: its merit, under the name of the metric."""
+        metric = self.args.metric_for_best_model
         metrics = evaluate(self.model.student, self.eval_dataset.batches()).metrics
         self.log(metrics.copy())
-        return {"eval_merit": _merit(metrics, self.metric)}
+        return {f"eval_{metric}": _merit(metrics, metric)}
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str, _internal_call: bool = False) -> None:
         if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(self.model.state_dict(), folder / _WEIGHTS)
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(self.model.state_dict(), Path(output_dir, _WEIGHTS))
 
 
 class _Flow(TrainerCallback):  # type: ignore[misc]
-    """Seeds every epoch and step, saves within long epochs too, and stops where the patience ends."""
+    """Seeds every epoch, saves within long epochs too, and stops where the patience ends."""
 
-    def __init__(self, options: FinetuneOptions, progress: Progress) -> None:
-        self.patience, self.progress, self.wait = options.patience, progress, SAVE_SECONDS
+    def __init__(self, patience: int, progress: Progress) -> None:
+        self.patience, self.progress, self.wait = patience, progress, SAVE_SECONDS
         self.saved = self.stepped = time.monotonic()
 
     def over(self, state: TrainerState) -> bool:
@@ -250,19 +223,17 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **given: Any) -> None:
         given["train_dataloader"].sampler.generator.manual_seed(_seed(args.seed, int(state.epoch)))
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        set_seed(_seed(args.seed, state.global_step))
-
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self.progress(state.global_step, state.max_steps)
         self.stepped = time.monotonic()
         due = broadcast_object_list([self.stepped - self.saved >= self.wait])  # clocks differ between processes
-        control.should_save |= due[0]
+        # After its last step an epoch is saved once it is evaluated: what continues would not evaluate it.
+        control.should_save |= due[0] and state.epoch % 1 > 0 and not control.should_training_stop
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
             checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            write_json(checkpoint / _SEAL, "checkpoint", {"files": _checksums(checkpoint)})
+            write_file(checkpoint / _SEAL, _checksum(checkpoint))
         self.saved = time.monotonic()
         self.wait = max(SAVE_SECONDS, (self.saved - self.stepped) / _SAVE_SHARE)
         control.should_training_stop |= self.over(state)
@@ -284,8 +255,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not drawn or args[0].shape[0] % len(self.own):
             return func(*args, **(kwargs or {}))
         like, each = args[0], args[0].shape[0] // len(self.own)
-        shape = [each * self.size, *like.shape[1:]]
         order = sorted(range(like.ndim), key=lambda d: (-like.stride()[d], d))  # drawn as numbers lie in memory
-        whole = like.new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(like.ndim)])
-        whole = func(whole, *args[1:], **(kwargs or {}))
+        whole = torch.empty_permuted((each * self.size, *like.shape[1:]), order, dtype=like.dtype)
+        func(whole, *args[1:], **(kwargs or {}))
         return like.copy_(whole[each * self.own.start : each * self.own.stop])

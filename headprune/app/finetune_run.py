@@ -87,9 +87,8 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
     began, source, options = time.monotonic(), config.source, config.options
     run = run_of(source)
     scene = _open_dense(options, run, console)
-    parts, metric = scene.parts, scene.metric
-    loading = replace(options.loading, task=scene.loaded.task.name)
-    pruned = load_model(str(source), loading, with_processor=False).model
+    parts, metric, task = scene.parts, scene.metric, scene.loaded.task.name
+    pruned = load_model(str(source), replace(options.loading, task=task), with_processor=False).model
     train, notes = load_train(options.data, scene.loaded, parts, config.train_limit)
     notes = [*_check_unseen(scene, source, run), *notes]
     half = half_of(pruned.config)
@@ -115,7 +114,7 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
     asked = {**vars(config.training), "dtype": options.loading.dtype, "train_limit": config.train_limit}
     record = documents.FinetuneRecord(
         command=runs.command_line(), when=runs.now(), environment=runs.environment(str(model_device(pruned))),
-        pruned=str(source), teacher=scene.loaded.source, task=scene.loaded.task.name, metric=metric, data=options.data,
+        pruned=str(source), teacher=scene.loaded.source, task=task, metric=metric, data=options.data,
         options=documents.TrainingOptions(**asked), parts=documents.Cut.of(parts, train),
         notes=(*parts.notes, *notes, *filter(None, [saved.note])), seconds=round(time.monotonic() - began, 1), training=training,
         models={name: documents.Measured.of(each, metric) for name, each in measured.items()},
@@ -152,14 +151,11 @@ def _open_dense(options: Options, run: documents.Run | None, console: Console) -
     model, changed = scene.model, []
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     if run is not None and (options.model, dtype) == (run.options.model, run.model.dtype):
-        hashes = config_hash(model), processor_hash(scene.loaded.processor)
-        changed = run.model.other_now(run.environment, *hashes)
+        changed = run.model.other_now(run.environment, config_hash(model), processor_hash(scene.loaded.processor))
         changed += [] if has_identity(model, run.model.fingerprint) else ["weights"]
     if changed:
-        raise HeadPruneError(
-            f"The {' and '.join(changed)} of {options.model} changed since the model was pruned.",
-            "Restore it, or name the dense model where it is now with --teacher.",
-        )
+        message = f"The {' and '.join(changed)} of {options.model} changed since the model was pruned."
+        raise HeadPruneError(message, "Restore it, or name the dense model where it is now with --teacher.")
     return scene
 
 
@@ -171,43 +167,42 @@ def _check_unseen(scene: Scene, source: Path, run: documents.Run | None) -> list
     """
     now, data = documents.Cut.of(scene.parts), scene.options.data
     trained = _trained_on(source, run)
-    if trained is not None and not trained[0].same(now) and _same_data(trained[1], data):
-        flags = _flags(trained[1], data)
-        raise HeadPruneError(
-            f"{source} was fine-tuned before; with {flags} the data is cut differently than it was then, and examples that it was "
-            "trained on could be reported.",
-            f"Leave out {flags}, or use the same values as then.",
-        )
+    if trained is not None and not trained[0].same(now):
+        flags, same = _differences(trained[1], data)
+        if same:
+            raise HeadPruneError(
+                f"{source} was fine-tuned before; with {flags} the data is cut differently than it was then, and examples that it was "
+                "trained on could be reported.",
+                f"Leave out {flags}, or use the same values as then.",
+            )
     if run is None or run.parts.same(now):
         return []
-    before, same = run.options.data, _same_data(run.options.data, data)
+    before, unknown = run.options.data, ""
+    flags, same = _differences(before, data)
     try:
         then = load_parts(before, scene.loaded)
         if not run.parts.same(documents.Cut.of(then)):
-            raise HeadPruneError(f"{before.dataset} has changed since the model was pruned.")
+            unknown = f"{before.dataset} has changed since the model was pruned"
     except HeadPruneError as error:
-        changed = str(error.args[0]).rstrip(".")
-        if not same:
-            return [f"Whether reported examples were used to score or choose the heads is not known: {changed}."]
-        raise HeadPruneError(
-            f"{changed}, so examples that were used to choose its heads could be reported.",
-            "Restore the data, or name other data with -d.",
-        ) from error
+        unknown = str(error.args[0]).rstrip(".")
+    if unknown and not same:
+        return [f"Whether reported examples were used to score or choose the heads is not known: {unknown}."]
+    if unknown:
+        message = f"{unknown}, so examples that were used to choose its heads could be reported."
+        raise HeadPruneError(message, "Restore the data, or name other data with -d.")
     if seen := seen_before(scene.parts, then, same):
         raise HeadPruneError(
-            f"With {_flags(before, data)}, {seen:,} of the {len(scene.parts.report):,} examples to report were used to score or choose "
-            "the heads when the model was pruned.",
-            f"Leave out {_flags(before, data)}, or name other data with -d.",
+            f"With {flags}, {seen:,} of the {len(scene.parts.report):,} examples to report were used to score or choose the heads when "
+            "the model was pruned.",
+            f"Leave out {flags}, or name other data with -d.",
         )
     return []
 
 
-def _same_data(a: DataOptions, b: DataOptions) -> bool:
-    return (a.dataset, a.subset) == (b.dataset, b.subset)
-
-
-def _flags(before: DataOptions, now: DataOptions) -> str:
-    return " and ".join(changed_options(before, now)) or "these options"
+def _differences(before: DataOptions, now: DataOptions) -> tuple[str, bool]:
+    """The options by which data is cut otherwise than before, and whether it is of one dataset."""
+    same = (before.dataset, before.subset) == (now.dataset, now.subset)
+    return " and ".join(changed_options(before, now)) or "these options", same
 
 
 def _trained_on(source: Path, run: documents.Run | None) -> tuple[documents.Cut, DataOptions] | None:

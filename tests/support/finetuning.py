@@ -34,7 +34,7 @@ def pair(made: Any, removed: dict[int, list[int]] | None = None) -> tuple[nn.Mod
 
 
 def tuned(
-    pruned: nn.Module, dense: nn.Module | None, train: Batches, choose: Batches, work: Path, options: Any = None, **more: Any
+    pruned: nn.Module, dense: nn.Module, train: Batches, choose: Batches, work: Path, options: Any = None, **more: Any
 ) -> tuple[nn.Module, Training]:  # fmt: skip
     """`finetune` on batches as they are, each of which counts as one example."""
     parts = (Part("train", "train", list(range(len(b))), list(b), itemgetter(0), 1) for b in (train, choose))  # type: ignore[arg-type]
