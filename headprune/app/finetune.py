@@ -256,6 +256,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         like, each = args[0], args[0].shape[0] // len(self.own)
         order = sorted(range(like.ndim), key=lambda d: (-like.stride()[d], d))  # drawn as numbers lie in memory
-        whole = torch.empty_permuted((each * self.size, *like.shape[1:]), order, dtype=like.dtype)
+        whole = torch.empty_permuted((each * self.size, *like.shape[1:]), order, dtype=like.dtype, device=like.device)
         func(whole, *args[1:], **(kwargs or {}))
         return like.copy_(whole[each * self.own.start : each * self.own.stop])
