@@ -27,7 +27,7 @@ from headprune.app.options import FinetuneOptions, Mixture
 from headprune.evaluation import Measurement
 from headprune.fingerprint import fingerprint
 from tests.support.causal import my_gpt, texts
-from tests.support.checks import older_fingerprint, without_dropout
+from tests.support.checks import Interrupted, flip, older_fingerprint, without_dropout
 from tests.support.commands import run, stderr_of
 from tests.support.documents import opened
 from tests.support.finetuning import pair, t5, tuned
@@ -333,10 +333,6 @@ def test_a_loss_that_bursts_is_told(tmp_path: Path) -> None:
 # -- interruptions ----------------------------------------------------------------------------
 
 
-class Interrupted(BaseException):
-    pass
-
-
 def stopping_at(step: int) -> Any:
     def progress(done: int, total: int, note: str = "") -> None:
         if done == step:
@@ -378,28 +374,22 @@ def test_an_interrupted_training_gives_what_a_whole_one_gives(stops: list[int], 
 
 @pytest.mark.usefixtures("saved_every_step")
 @pytest.mark.parametrize(("epochs", "killed"), [(2, 1), (2, 2), (1.5, 2)])
-def test_a_kill_while_an_epoch_is_evaluated(
-    epochs: float, killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_an_epoch_is_evaluated(epochs: float, killed: int, tmp_path: Path, monkeypatch: Any) -> None:
     """The epoch's last step is done again: its weights may be the best, and a checkpoint before the evaluation would not say so."""
-    dense, pruned, train, choose = setting(4)
-    options = FinetuneOptions(epochs=epochs, learning_rate=1e-3)
-    model, training = tuned(pruned, dense, train, choose, tmp_path / "whole", options)
-    evaluations = iter(range(9))
-
-    def evaluate(*given: Any) -> Measurement:
-        if next(evaluations) == killed:
-            raise Interrupted
-        return hp.evaluate(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(room, "evaluate", evaluate)
-        with pytest.raises(Interrupted):
-            tuned(pruned, dense, train, choose, tmp_path / "work", options)
-    again = tuned(pruned, dense, train, choose, tmp_path / "work", options)
-    assert again[1].history == training.history
-    assert (again[1].best, fingerprint(again[0])) == (training.best, fingerprint(model))
-    assert again[1].resumed
+    dense, *rest = setting(4)
+    options, evaluations, stop = replace(TWICE, epochs=epochs), iter(range(9)), stopping_at(killed)
+    work = (rest[0], dense, *rest[1:])
+    model, training = tuned(*work, tmp_path / "whole", options)
+    monkeypatch.setattr(room, "evaluate", lambda *given: stop(next(evaluations), 9) or hp.evaluate(*given))
+    with pytest.raises(Interrupted):
+        tuned(*work, tmp_path / "work", options)
+    again, continued = tuned(*work, tmp_path / "work", options)
+    assert (continued.history, continued.best, fingerprint(again)) == (
+        training.history,
+        training.best,
+        fingerprint(model),
+    )
+    assert continued.resumed
 
 
 @pytest.mark.parametrize("epochs", [0.4, 1.5])
@@ -445,9 +435,7 @@ def cut_short(path: Path) -> None:
 
 def flipped(path: Path) -> None:
     """One bit of the weights, which torch.load does not notice."""
-    content = bytearray((path / "pytorch_model.bin").read_bytes())
-    content[len(content) // 2] ^= 0x10
-    (path / "pytorch_model.bin").write_bytes(bytes(content))
+    flip(path / "pytorch_model.bin", (path / "pytorch_model.bin").stat().st_size // 2)
     torch.load(path / "pytorch_model.bin", weights_only=True)
 
 

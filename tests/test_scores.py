@@ -682,16 +682,8 @@ def with_labels(model: nn.Module, *examples: Any) -> Case:
 
 
 def labels_of_tokens() -> Case:
-    batch = text(4, 7)
-    return (
-        randomise(tf.BertForTokenClassification(tf.BertConfig(**WORDS))),
-        [{**batch, "labels": batch["input_ids"] % 2}],
-        None,
-    )
-
-
-def of_zoo(name: str) -> Case:
-    return with_labels(*ZOO[name]())
+    batch, model = text(4, 7), randomise(tf.BertForTokenClassification(tf.BertConfig(**WORDS)))
+    return model, [{**batch, "labels": batch["input_ids"] % 2}], None
 
 
 def squares(output: Any, labels: Tensor) -> Tensor:
@@ -719,7 +711,7 @@ def two_lengths() -> Case:
 
 # A model, batches and the loss; and whether its last block's feed-forward layer runs for one token alone.
 CASES: dict[str, tuple[Callable[[], Case], bool | None]] = {
-    **{name: (partial(of_zoo, name), True if name in ("bert", "vit") else None) for name in ("bert", "gpt2", "llama", "vit", "t5")},
+    **{name: (lambda name=name: with_labels(*ZOO[name]()), True if name in ("bert", "vit") else None) for name in ("bert", "gpt2", "llama", "vit", "t5")},
     "gpt2's last token": (lambda: with_labels(gpt2_classifier(), {"input_ids": text(4, 7)["input_ids"].clamp(min=1)}), True),
     "llama's last token": (lambda: with_labels(
         tf.LlamaForSequenceClassification(tf.LlamaConfig(**WORDS, num_key_value_heads=2)), {"input_ids": text(4, 7)["input_ids"]}), True),

@@ -279,8 +279,11 @@ def test_of_attention_against_its_weights(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_output_norm_against_slices_of_the_output_projection(name: str) -> None:
+def test_norms_against_slices_of_the_output_projection(name: str) -> None:
     model, batch = double(name)
+    of_weights = score(model, batch, "weight-norm")
+    assert of_weights.flat_stderr().isnan().all()
+    assert "does not look at data" in of_weights.details["stderr"]
     s = score(model, batch, "output-norm")
     seen: dict[str, Tensor] = {}
     for a in s.layers:
@@ -289,23 +292,16 @@ def test_output_norm_against_slices_of_the_output_projection(name: str) -> None:
     model(**batch)
     for layer in s.layers:
         matrix, _ = output_of(model, layer)
-        added = [seen[layer.name][..., list(own)] @ matrix[list(own)] for own in layer.output_projection.features]
+        parts = [matrix[list(own)] for own in layer.output_projection.features]
+        torch.testing.assert_close(of_weights.values[layer.name], torch.stack([part.norm() for part in parts]))
+        added = [
+            seen[layer.name][..., list(own)] @ part
+            for own, part in zip(layer.output_projection.features, parts, strict=True)
+        ]
         norms = torch.stack([(x**2).sum(-1).sqrt() for x in added], dim=1)
         rows = mean_over_tokens(norms, real_of(batch, layer, norms))
         torch.testing.assert_close(s.values[layer.name], rows.mean(0), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(s.stderr[layer.name], error_of(rows), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_weight_norm_against_slices_of_the_output_projection(name: str) -> None:
-    model, batch = double(name)
-    s = score(model, batch, "weight-norm")
-    for layer in s.layers:
-        matrix, _ = output_of(model, layer)
-        for head, own in enumerate(layer.output_projection.features):
-            torch.testing.assert_close(s.values[layer.name][head], (matrix[list(own)] ** 2).sum().sqrt())
-    assert s.flat_stderr().isnan().all()
-    assert "does not look at data" in s.details["stderr"]
 
 
 @pytest.mark.parametrize("method", MEASURED)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 import headprune as hp
+from tests.support.checks import flip
 from tests.support.commands import run
 from tests.support.errors import refuses
 from tests.support.families import built
@@ -472,9 +473,7 @@ def test_folders_without_answers(folder: Path, tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_a_bit_is_noticed(file: str, told: str, folder: Path) -> None:
     """In a buffer that no input reaches, too. More damage is in `tests.support.bad_files`."""
-    content = bytearray((folder / file).read_bytes())
-    content[-3] ^= 0x01
-    (folder / file).write_bytes(bytes(content))
+    flip(folder / file)
     refuses(told, hp.load, folder)
 
 

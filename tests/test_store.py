@@ -22,6 +22,7 @@ from headprune.budgets.base import Fit
 from headprune.errors import Stopped
 from headprune.scoring import METHODS, Settings
 from headprune.store import Store, digest
+from tests.support.checks import Interrupted, flip
 from tests.support.problems import small, split
 from tests.support.zoo import labelled, text
 
@@ -36,16 +37,12 @@ def setting() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
 LAYERS = hp.find_attention(setting()[0], text())
 
 
-class Interruption(BaseException):
-    pass
-
-
 def stopping_after(calls: int) -> Any:
     def progress(done: int, total: int, note: str = "") -> None:
         nonlocal calls
         calls -= 1
         if calls == 0:
-            raise Interruption
+            raise Interrupted
 
     return progress
 
@@ -58,7 +55,7 @@ def test_an_interrupted_scoring_gives_what_a_whole_one_gives(method: str, tmp_pa
     score = partial(hp.score, model, batches, method, settings=settings, layers=LAYERS)
     whole = score()
     for stop in (2, 5, 9):
-        with suppress(Interruption):
+        with suppress(Interrupted):
             score(work=tmp_path, progress=stopping_after(stop))
     said: list[str] = []
     assert list(tmp_path.glob("*/*.part"))
@@ -89,19 +86,12 @@ def test_other_models_data_seeds_and_options_are_never_mixed_in(tmp_path: Path) 
     assert "continuing with" in said[0]  # how much memory there is changes no number
 
 
-def flipped(path: Path) -> None:
-    """A part is numbers, and every bit of theirs makes another number: only a checksum tells."""
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 0x40
-    path.write_bytes(bytes(content))
-
-
 def of_another(path: Path) -> None:
     """Whole, under the name of another part."""
     path.write_bytes(next(p for p in path.parent.glob("*.part") if p != path).read_bytes())
 
 
-@pytest.mark.parametrize("damage", [flipped, of_another, lambda path: path.write_bytes(path.read_bytes()[:-7])])
+@pytest.mark.parametrize("damage", [flip, of_another, lambda path: path.write_bytes(path.read_bytes()[:-7])])
 def test_damaged_parts_are_made_again(damage: Any, tmp_path: Path) -> None:
     model, batches = setting()
     whole = hp.score(model, batches, "ablation", work=tmp_path)
