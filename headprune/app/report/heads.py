@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from headprune import amounts
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
-from headprune.app.pictures import Drawing, new_figure
+from headprune.app.pictures import figure_of_all, new_figure
 from headprune.app.report import verdict
 from headprune.app.report.content import Block, Documents, Figure, Table, capital, notes_by_size
 from headprune.app.seeing import by_role
-from headprune.app.seeing.pictures import figure_of_all
 from headprune.scoring import METHODS
 from headprune.scoring.scores import HeadScores, agreements, chance
 
@@ -41,17 +39,10 @@ def harmful(s: HeadScores) -> str:
     return f" Harmful (more than 1.96 standard errors below 0): {harmful} of {len(values)}; within 1.96 standard errors of 0: {unsure}."
 
 
-def picture(documents: Documents) -> Figure:
-    """A heat map per method."""
-    metrics = documents.metrics
+def scores_figure(documents: Documents) -> Figure:
+    """A heat map per method, layers by heads; crosses mark the heads that the plan removes which the verdict is about."""
+    metrics, scores = documents.metrics, documents.rankings or documents.scores
     budget = verdict.judge(metrics).budget if metrics is not None else None
-    crosses = "; crosses mark the heads that went" * (budget is not None)
-    draw = partial(_draw, documents.rankings or list(documents.scores), budget)
-    return Figure("importance.png", f"importance of every head{crosses}", draw)
-
-
-def _draw(scores: Sequence[HeadScores], budget: BudgetResult | None) -> Drawing:
-    """A heat map per method, layers by heads; crosses mark the heads that the budget's plan removes."""
     layers = scores[0].layers
     columns = min(len(scores), 3)
     rows = -(-len(scores) // columns)
@@ -63,7 +54,8 @@ def _draw(scores: Sequence[HeadScores], budget: BudgetResult | None) -> Drawing:
         _heat_map(axis, s, {} if budget is None else budget.drop)
     if budget is not None:
         figure.supxlabel(f"×: removed to keep {budget.kept} of {budget.total} heads", fontsize=9)
-    return figure
+    crosses = "; crosses mark the heads that went" * (budget is not None)
+    return Figure("importance.png", f"importance of every head{crosses}", figure)
 
 
 def _heat_map(axis: Any, scores: HeadScores, drop: Mapping[str, Sequence[int]]) -> None:
@@ -110,10 +102,10 @@ def _rank(correlation: float) -> str:
     return "–" if correlation != correlation else f"{correlation:.2f}"
 
 
-def attention(heads: Heads, budget: BudgetResult | None) -> Figure:
+def attention_figure(heads: Heads, budget: BudgetResult | None) -> Figure:
     """What every head attends to in the last sample; crosses mark the heads that the budget's plan removes."""
-    draw = partial(figure_of_all, heads, heads.samples[-1], budget.drop if budget else None)
-    return Figure("heads.png", "attention of every head on one example", draw)
+    figure = figure_of_all(heads, heads.samples[-1], budget.drop if budget else None)
+    return Figure("heads.png", "attention of every head on one example", figure)
 
 
 def role_table(metrics: Metrics | None, heads: Heads) -> Table:
