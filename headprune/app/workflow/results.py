@@ -21,8 +21,7 @@ from headprune.app.data import Part, load_train
 from headprune.app.options import FinetuneOptions
 from headprune.app.runs import RunFolder
 from headprune.app.sources import widen
-from headprune.app.workflow import saving
-from headprune.app.workflow.scene import Console, Scene, budget_input, inputs
+from headprune.app.workflow.scene import Console, Saved, Scene, budget_input, inputs
 from headprune.app.workflow.search import PruneConfig
 from headprune.attention import AttentionLayer, Heads
 from headprune.budgets import Fit
@@ -99,7 +98,7 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
     path = context.content.checkpoint_path(asked)
     repair, trained, proof, saved, size = context.store.get(f"model {asked}", partial(_make, context, plan, path))
     try:
-        model = saving.load(scene, path)  # what is reported is what a user will load, not what is in memory
+        model = scene.load(path)  # what is reported is what a user will load, not what is in memory
     except HeadPruneError:  # a folder of an interrupted run may be damaged
         context.store.forget(f"model {asked}")
         return carry_out(fit, controls, context)
@@ -172,7 +171,7 @@ def guessing(scene: Scene) -> float | None:
     return sum(max(count.values()) for count in counts.values()) / total if total else None
 
 
-Made = tuple[Repair | None, documents.Trained | None, documents.Proved, saving.Saved, int]
+Made = tuple[Repair | None, documents.Trained | None, documents.Proved, Saved, int]
 """What repair, training, pruning and saving did, and the folder's bytes before its card tells the run's figures."""
 
 
@@ -188,7 +187,7 @@ def _make(context: PruneContext, plan: PruningPlan, path: Path) -> Made:
     proof = prune(model, plan.drop, scene.example, layers=scene.layers)
     if context.config.finetune:
         model, trained = _train(context, model, plan.asked)
-    saved = current().first(f"saving {plan.asked}", lambda: saving.save(scene, model, path, proof.tolerance))
+    saved = current().first(f"saving {plan.asked}", lambda: scene.save(model, path, proof.tolerance))
     proved = documents.Proved(**asdict(proof), reload_difference=saved.difference)
     return repair, trained, proved, saved, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
