@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from headprune.batches import by_names
 from headprune.errors import HeadPruneError
-from headprune.inputs import LABELS, Example, call, does_not_run, model_device, move, tensors, without_labels
+from headprune.inputs import Example, call, does_not_run, model_device, move, tensors, without_labels
 from headprune.running import Progress, evaluating, exact_attention, frozen, quiet
 from headprune.uncertainty import CONFIDENCE
 
@@ -200,9 +200,8 @@ def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) ->
     """
     ids = example.get("input_ids")
     tokens = ids.shape[1] if isinstance(ids, Tensor) else None
-    inputs = {key: value for key, value in example.items() if key not in LABELS}
-    rows = by_names(inputs)
-    repeated: dict[str, Any] = rows.take(inputs, [i % rows.size(inputs) for i in range(batch)])
+    rows = by_names(example)
+    repeated: dict[str, Any] = rows.take(example, [i % rows.size(example) for i in range(batch)])
     if length is None or tokens is None:
         return repeated
     for key in repeated:

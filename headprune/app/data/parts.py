@@ -305,7 +305,7 @@ def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: DataPa
         splits[split].column_names,
         {name: getattr(options, name) for name in ("text_column", "label_column")},
     )
-    known = {k: v if v and all(each.strip() in there for each in v.split(",")) else None for k, v in named.items()}
+    known: Any = {k: v if v and all(s.strip() in there for s in v.split(",")) else None for k, v in named.items()}
     options = replace(options, dataset=dataset, subset=None, **known)
     encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled=True)
     rows, seen = shuffle(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence
 
 from headprune import amounts
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
@@ -51,37 +48,12 @@ def scores_figure(documents: Documents) -> Figure:
     for axis in axes[len(scores) :]:
         axis.set_visible(False)
     for axis, s in zip(axes, scores, strict=False):
-        _heat_map(axis, s, {} if budget is None else budget.drop)
+        s.plot(axis, None if budget is None else budget.drop)
+        axis.images[0].colorbar.set_label(s.unit.split(",")[0].split(" when ")[0], fontsize=8)
     if budget is not None:
         figure.supxlabel(f"×: removed to keep {budget.kept} of {budget.total} heads", fontsize=9)
     crosses = "; crosses mark the heads that went" * (budget is not None)
     return Figure("importance.png", f"importance of every head{crosses}", figure)
-
-
-def _heat_map(axis: Any, scores: HeadScores, drop: Mapping[str, Sequence[int]]) -> None:
-    """One method's scores. Colours are even in size up to the median and in ratio beyond it, so that a large score hides no other."""
-    from matplotlib.colors import AsinhNorm
-
-    layers = scores.layers
-    grid = np.full((len(layers), max(layer.num_heads for layer in layers)), np.nan)
-    for i, layer in enumerate(layers):
-        grid[i, : layer.num_heads] = scores.values[layer.name].numpy()
-    sizes = np.abs(grid[np.isfinite(grid)])
-    most = float(sizes.max(initial=0.0)) or 1.0
-    usual = max(float(np.median(sizes)) if len(sizes) else most, most / 1000)
-    both = scores.signed and np.nanmin(grid, initial=0.0) < 0
-    norm = AsinhNorm(linear_width=usual, vmin=-most if both else 0, vmax=most)
-    image = axis.imshow(grid, cmap="RdBu" if both else "Blues", norm=norm, aspect="auto")
-    for i, layer in enumerate(layers):
-        for h in drop.get(layer.name, ()):
-            axis.plot(h, i, "x", color="white" if norm(abs(grid[i, h])) > 0.75 else "black", markersize=4.5)
-    axis.set(title=scores.method, xlabel="head", ylabel="layer")
-    step = max(1, len(layers) // 16)
-    axis.set_yticks(range(0, len(layers), step), [f"L{layer.index}" for layer in layers[::step]])
-    ticks = [-most, 0, most] if both else [0, usual, most]
-    bar = axis.figure.colorbar(image, ax=axis, shrink=0.9, ticks=ticks, format="{x:.2g}")
-    bar.ax.minorticks_off()
-    bar.set_label(scores.unit.split(",")[0].split(" when ")[0], fontsize=8)
 
 
 def agreement_table(scores: Sequence[HeadScores]) -> Table | None:

@@ -171,12 +171,10 @@ def guessing(scene: Scene) -> float | None:
     return sum(max(count.values()) for count in counts.values()) / total if total else None
 
 
-Made = tuple[Repair | None, documents.Trained | None, documents.Proved, Saved, int]
-"""What repair, training, pruning and saving did, and the folder's bytes before its card tells the run's figures."""
-
-
-def _make(context: PruneContext, plan: PruningPlan, path: Path) -> Made:
-    """Repair, prune, train and save."""
+def _make(
+    context: PruneContext, plan: PruningPlan, path: Path
+) -> tuple[Repair | None, documents.Trained | None, documents.Proved, Saved, int]:
+    """Repair, prune, train and save: what each did, and the folder's bytes before its card tells the run's figures."""
     scene, trials, console, trained = context.scene, context.trials, context.console, None
     progress = console.track(f"repairing {head_count(plan.kept)}") if trials.repair else nullcontext()
     with progress, trials.repaired(plan.drop, whole=True) as repair:

@@ -25,7 +25,7 @@ from headprune.app.sources import name_of, narrow, placed, placing_of, stored_si
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError, PruneError, ScoresError, first_line
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
-from headprune.inputs import call, first_rows, model_device, move, without_labels
+from headprune.inputs import call, model_device, move, unlabelled, without_labels
 from headprune.memory import is_out_of_memory
 from headprune.offload import copied
 from headprune.parallel import current
@@ -82,13 +82,11 @@ class Scene:
         """The layers that are scored, and that plans count."""
         return [layer for layer in self.layers if layer.maskable]
 
-    def typical_input(self, batch: int = 1) -> dict[str, Any]:
-        """Examples of median length, without labels where the model does not need them."""
+    def typical_input(self, batch: int = 1, length: int | None = None) -> dict[str, Any]:
+        """Examples of median length, without labels where the model does not need them; or texts of another ``length``, without labels."""
         example = self.parts.report.typical(min(batch, len(self.parts.report)))
-        if len(self.parts.report) < batch:
-            example = {k: torch.cat([v] * (batch // len(v) + 1))[:batch] for k, v in example.items()}
-        typical: dict[str, Any] = first_rows(without_labels(self.model, example), batch)
-        return typical
+        example = unlabelled(example) if length else without_labels(self.model, example)
+        return latency.shaped(example, batch, length)
 
     def save(self, model: nn.Module, path: Path, tolerance: float, **about: Any) -> Saved:
         """Save a pruned model as its checkpoint was stored, and see that the folder answers as the model does.
@@ -185,13 +183,13 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
 
 def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
     """What is timed, as (batch, tokens, example); the largest is the last."""
-    examples = [(batch, _shaped(scene, batch, length)) for batch, length in _shapes(scene)]
+    examples = [(batch, scene.typical_input(batch, length)) for batch, length in _shapes(scene)]
     return [(batch, latency.example_shape(example)[1], example) for batch, example in examples]
 
 
 def budget_input(scene: Scene) -> dict[str, Any]:
     """What a latency budget is about: a batch of the run's size, of median length."""
-    return _shaped(scene, scene.options.data.batch_size, _shapes(scene)[0][1])
+    return scene.typical_input(scene.options.data.batch_size, _shapes(scene)[0][1])
 
 
 def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
@@ -203,12 +201,6 @@ def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
         longer = min(4 * typical, positions_of(scene.model) or 4 * typical)
         lengths = [typical, longer] if longer > 1.2 * typical else [typical]
     return [(size, length) for length in lengths for size in sizes]
-
-
-def _shaped(scene: Scene, batch: int, length: int | None) -> dict[str, Any]:
-    if length is None:
-        return scene.typical_input(batch)
-    return latency.shaped(scene.parts.report.typical(min(batch, len(scene.parts.report))), batch, length)
 
 
 def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:
