@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headprune.batches import by_names
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example, call, does_not_run, model_device, move, tensors, without_labels
-from headprune.running import Progress, evaluating, exact_attention, frozen, quiet
+from headprune.running import Progress, evaluating, exact_attention, frozen, no_progress, quiet, tracked
 from headprune.uncertainty import CONFIDENCE
 
 WARM_UP, MIN_RUNS, MAX_RUNS = 3, 20, 100  # rounds
@@ -138,16 +138,13 @@ def bench(
     Returns:
         A row for each input. On CUDA the device measures the times (events), elsewhere a monotonic clock.
     """
-    rows = []
-    least = MIN_SECONDS if min_seconds is None else min_seconds
+    rows, least = [], MIN_SECONDS if min_seconds is None else min_seconds
     with ExitStack() as stack:
         for model in models.values():
             stack.enter_context(evaluating(model))
-        for i, (batch, length, example) in enumerate(inputs):
+        for batch, length, example in tracked(inputs, progress or no_progress):
             times = in_turn({name: timer(model, example) for name, model in models.items()}, min_runs, least)
             rows.append(LatencyRow(batch, length, *compared(times)))
-            if progress:
-                progress(i + 1, len(inputs))
     return rows
 
 

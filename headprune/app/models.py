@@ -143,8 +143,7 @@ def _load_saved(source: str, options: LoadOptions, dtype: torch.dtype | str, hal
     Args:
         half: The half precision to widen it from, if any.
     """
-    placing = sources.placing_of(options.device_map, options.device_memory)
-    places = placing or {"device": sources.pick_device(options.device)}
+    places = sources.placing_of(options) or {"device": sources.pick_device(options.device)}
     model = checkpoint.load(source, **places, trust_remote_code=options.trust_remote_code)
     if half is not None:
         sources.widen(model)
@@ -164,7 +163,7 @@ def _load_dense(
             trained), or it is another model than its config says.
     """
     auto = getattr(transformers, kind.auto_class)
-    placing = sources.placing_of(options.device_map, options.device_memory)
+    placing = sources.placing_of(options)
     how = {"config": config, "dtype": dtype, **common, **placing}
     with _explained(source, f"{source} does not load as {kind.auto_class}", "Check --task and the folder."):
         model, info = auto.from_pretrained(source, output_loading_info=True, **how)

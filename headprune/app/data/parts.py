@@ -68,9 +68,8 @@ class Part:
 
     def lengths(self) -> list[int]:
         """Tokens per example (1 where there are none)."""
-        if isinstance(self.features, OnDemand):
-            return [1] * len(self)
-        return [len(f["input_ids"]) if "input_ids" in f else 1 for f in self.features]
+        is_text = "input_ids" in self.features[0]
+        return [len(f["input_ids"]) for f in self.features] if is_text else [1] * len(self)
 
     def order(self) -> list[int]:
         """Examples by length, so that a batch holds little padding."""

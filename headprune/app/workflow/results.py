@@ -37,6 +37,7 @@ from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.pruned import add_record
 from headprune.repairing import Repair
+from headprune.running import tracked
 from headprune.store import Store
 from headprune.surgery import prune
 from headprune.timing import breakdown
@@ -249,7 +250,7 @@ def time_parts(
     """
     plans, rows = {**plans, NO_HEADS: _everything(layers)}, []
     with console.track("where the time goes") as progress:
-        for i, (batch, length, example) in enumerate(shapes):
+        for batch, length, example in tracked(shapes, progress):
             tries: list[documents.TimeParts] = []
             while len(tries) < _TRIES and (not tries or tries[-1].factor_from(timed) > documents.DISTURBED):
                 parts = breakdown(model, example, layers=layers)
@@ -257,7 +258,6 @@ def time_parts(
                 measured = {name: getattr(parts, name) for name in ("total", "parts", "stand_ins")}
                 tries.append(documents.TimeParts(batch=batch, length=length, bounds=bounds, **measured))
             rows.append(min(tries, key=lambda row: row.factor_from(timed)))
-            progress(i + 1, len(shapes))
     return tuple(rows)
 
 
@@ -267,12 +267,10 @@ def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: C
     if not writes(next(iter(models.values()))):
         return ()
     with console.track("writing tokens") as progress:
-        for i, (_, _, example) in enumerate(prompts):
-            row = benchmark_generation(models, example)
-            if row is None:
+        for *_, example in tracked(prompts, progress):
+            if (row := benchmark_generation(models, example)) is None:
                 return ()
             rows.append(row)
-            progress(i + 1, len(prompts))
     return tuple(rows)
 
 

@@ -84,7 +84,7 @@ class Scene:
 
     def typical_input(self, batch: int = 1, length: int | None = None) -> dict[str, Any]:
         """Examples of median length, without labels where the model does not need them; or texts of another ``length``, without labels."""
-        example = self.parts.report.typical(min(batch, len(self.parts.report)))
+        example: Any = self.parts.report.typical(min(batch, len(self.parts.report)))
         example = unlabelled(example) if length else without_labels(self.model, example)
         return latency.shaped(example, batch, length)
 
@@ -139,7 +139,7 @@ class Scene:
     def load(self, path: Path) -> nn.Module:
         """A saved model, for the run to measure."""
         loading = self.options.loading
-        places = placing_of(loading.device_map, loading.device_memory) or {"device": model_device(self.model)}
+        places = placing_of(loading) or {"device": model_device(self.model)}
         # What is in the folder came with the dense model.
         model = checkpoint.load(path, **places, as_saved=True, trust_remote_code=loading.trust_remote_code)
         if self.loaded.stored is not None:
