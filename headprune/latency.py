@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from headprune.batches import by_names
 from headprune.errors import HeadPruneError
-from headprune.inputs import LABELS, Example, call, does_not_run, model_device, move, tensors, without_labels
-from headprune.running import Progress, evaluating, exact_attention, frozen, quiet
+from headprune.inputs import Example, call, does_not_run, model_device, move, tensors, without_labels
+from headprune.running import Progress, evaluating, exact_attention, frozen, no_progress, quiet, tracked
 from headprune.uncertainty import CONFIDENCE
 
 WARM_UP, MIN_RUNS, MAX_RUNS = 3, 20, 100  # rounds
@@ -138,16 +138,13 @@ def bench(
     Returns:
         A row for each input. On CUDA the device measures the times (events), elsewhere a monotonic clock.
     """
-    rows = []
-    least = MIN_SECONDS if min_seconds is None else min_seconds
+    rows, least = [], MIN_SECONDS if min_seconds is None else min_seconds
     with ExitStack() as stack:
         for model in models.values():
             stack.enter_context(evaluating(model))
-        for i, (batch, length, example) in enumerate(inputs):
+        for batch, length, example in tracked(inputs, progress or no_progress):
             times = in_turn({name: timer(model, example) for name, model in models.items()}, min_runs, least)
             rows.append(LatencyRow(batch, length, *compared(times)))
-            if progress:
-                progress(i + 1, len(inputs))
     return rows
 
 
@@ -200,9 +197,8 @@ def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) ->
     """
     ids = example.get("input_ids")
     tokens = ids.shape[1] if isinstance(ids, Tensor) else None
-    inputs = {key: value for key, value in example.items() if key not in LABELS}
-    rows = by_names(inputs)
-    repeated: dict[str, Any] = rows.take(inputs, [i % rows.size(inputs) for i in range(batch)])
+    rows = by_names(example)
+    repeated: dict[str, Any] = rows.take(example, [i % rows.size(example) for i in range(batch)])
     if length is None or tokens is None:
         return repeated
     for key in repeated:

@@ -27,7 +27,7 @@ from headprune.options import SearchOptions
 from headprune.planning import AUTO, GROUPS, SLICES, Constraints, Order, Search, arrange, needs_scores, strategy_named
 from headprune.planning.search import work_of
 from headprune.planning.strategies import Work, effort_named
-from headprune.running import Progress
+from headprune.running import Progress, tracked
 from headprune.scoring import HeadScores
 from headprune.trials import ComparedPlan, Trials
 
@@ -263,13 +263,12 @@ def _fit_budgets(
     fits: dict[str, tuple[Fit, ...]] = {}
     misses: list[HeadPruneError] = []
     with console.track(f"fitting {', '.join(map(str, budgets))}") as progress:
-        for i, (name, order) in enumerate(orders.items()):
+        for name, order in tracked(orders.items(), progress):
             try:
                 fits[name] = tuple(budget.fit(order, subject_for(budget)) for budget in budgets)
             except HeadPruneError as miss:
                 misses.append(miss)
                 console.say(f"By {name}: {miss.args[0]}")
-            progress(i + 1, len(orders))
     if not fits:
         raise misses[0]
     return fits

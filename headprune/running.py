@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from headprune.offload import is_offloaded, trainable
 from headprune.pruned import convert
+
+T = TypeVar("T")
 
 
 class Progress(Protocol):
@@ -25,6 +27,13 @@ class Progress(Protocol):
 
 def no_progress(done: int, total: int, note: str = "") -> None:
     """Progress that no one follows."""
+
+
+def tracked(items: Collection[T], progress: Progress) -> Iterator[T]:
+    """The items one by one; after each, how many are done."""
+    for done, item in enumerate(items, 1):
+        yield item
+        progress(done, len(items))
 
 
 @contextmanager

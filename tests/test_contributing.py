@@ -14,8 +14,8 @@ import pytest
 
 import headprune as hp
 from headprune.app import pictures
-from headprune.app.report import content, sections
-from headprune.app.report.sections import measured
+from headprune.app import report as reporting
+from headprune.app.report import content, measured
 from headprune.budgets import BUDGETS
 from headprune.exporting import FORMATS
 from headprune.planning import STRATEGIES
@@ -106,10 +106,10 @@ def test_the_example_of_a_budget_is_held() -> None:
 def test_the_example_of_a_section_is_reported(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (section,) = blocks("jinja")
     code = next(code for code in CODE if "cache_table" in code)
-    exec(code, room := {**vars(measured), "Figure": content.Figure, "new_figure": pictures.new_figure, "Drawing": Any})
+    exec(code, room := {**vars(measured), "Figure": content.Figure, "new_figure": pictures.new_figure})
     for name in ("cache_table", "cache_figure"):
         monkeypatch.setattr(measured, name, room[name], raising=False)
-    monkeypatch.setattr(sections, "TEMPLATE", sections.TEMPLATE + section)
+    monkeypatch.setattr(reporting, "TEMPLATE", reporting.TEMPLATE + section)
     text = report({**METRICS, "generation": [GENERATION]})
     assert "## The cache\n\n<details>" in text
     table = "| model | per token |\n|---|---|\n| dense | 12.3 kB |"

@@ -20,7 +20,7 @@ from torch import nn
 
 import headprune as hp
 from headprune.app.data import DataOptions, load_also, load_parts, load_train
-from headprune.app.data.classes import Classes
+from headprune.app.data.encoder import Classes
 from headprune.app.data.reading import read_splits
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
 from headprune.inputs import first_rows, scrambled, tensors, variants

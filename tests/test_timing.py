@@ -316,7 +316,7 @@ def test_counts_of_models() -> None:
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 4), (5, 9), (7, 30)])
 def test_shapes(batch: int, length: int) -> None:
-    inputs = latency.shaped({**text(3, 9), "labels": torch.zeros(3)}, batch, length)
+    inputs = latency.shaped(text(3, 9), batch, length)
     assert set(inputs) == {"input_ids", "attention_mask"}
     assert inputs["input_ids"].shape == inputs["attention_mask"].shape == (batch, length)
     assert inputs["attention_mask"].all()

@@ -16,7 +16,7 @@ from headprune.app.models import load_model
 from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.app.report import finetune_card, finetune_report
 from headprune.app.sources import half_of, holds
-from headprune.app.workflow import Console, Scene, open_scene, saving
+from headprune.app.workflow import Console, Scene, open_scene
 from headprune.app.workflow.cost import announce, cost_of_training
 from headprune.app.workflow.scene import changed_options, seen_before
 from headprune.errors import HeadPruneError
@@ -104,8 +104,8 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
             progress=progress, say=console.say,
         )  # fmt: skip
     content, origin = folder.unfinished / "content", {"from": str(source)}
-    saved = current().first("saving", lambda: saving.save(scene, tuned, content, _EXACT, finetuned=origin))
-    models = {"dense": scene.model, "pruned": pruned, "finetuned": saving.load(scene, content)}
+    saved = current().first("saving", lambda: scene.save(tuned, content, _EXACT, finetuned=origin))
+    models = {"dense": scene.model, "pruned": pruned, "finetuned": scene.load(content)}
     measured = {}
     for name, model in models.items():
         with console.track(f"measuring the {name} model") as progress:

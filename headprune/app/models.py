@@ -143,8 +143,9 @@ def _load_saved(source: str, options: LoadOptions, dtype: torch.dtype | str, hal
     Args:
         half: The half precision to widen it from, if any.
     """
-    placing = sources.placing_of(options.device_map, options.device_memory)
-    places = placing or {"device": sources.pick_device(options.device)}
+    places = sources.placing_of(options.device_map, options.device_memory) or {
+        "device": sources.pick_device(options.device)
+    }
     model = checkpoint.load(source, **places, trust_remote_code=options.trust_remote_code)
     if half is not None:
         sources.widen(model)

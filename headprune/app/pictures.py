@@ -1,17 +1,21 @@
-"""Pictures as files and in documents: what the report's figures and those of `headprune show` share."""
+"""Pictures: as files and in documents, and those of attention, which the report and `headprune show` have."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from headprune.app.documents import Heads, Positions, Sample, SampleLayer
 from headprune.files import write_file
+from headprune.seeing.roles import MIXED, RULES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # imported only where one is drawn
@@ -20,6 +24,13 @@ Drawing: TypeAlias = "Figure"
 
 _COLOURS = 256  # of a PNG: two thirds fewer bytes, and no difference to the eye
 _SIDE = 96  # pixels that an image of a document has, about
+# The frame around a head: one colour for a family of roles; Okabe and Ito's, which colour-blind readers can tell apart.
+_OF_ROLES = {
+    "previous token": "#0072B2", "next token": "#56B4E9", "relative position": "#56B4E9", "itself": "#F0E442", "same token": "#F0E442",
+    "separator": "#D55E00", "first token": "#D55E00", "sink": "#D55E00", "induction": "#009E73", "duplicate token": "#009E73",
+    "rare words": "#CC79A7", "broad": "#E69F00", "near": "#332288", MIXED: "#bbbbbb",
+}  # fmt: skip
+_CELL, _FRAME, _GAP = 44, 3, 5  # pixels
 
 
 def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Drawing, list[Any]]:
@@ -72,3 +83,122 @@ def as_uri(pixels: Tensor) -> str:
 def from_uri(uri: str) -> Any:
     """The pixels of such an image."""
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))
+
+
+# -- attention: tables of numbers, and these as pictures ------------------------------------------------
+
+
+def cells(sample: Sample, layer: SampleLayer) -> NDArray[np.float32]:
+    """A table for each head: queries by keys; for an image whose rows are not all held, its patches as the first position sees
+    them, each head scaled to its largest weight.
+    """
+    weights = layer.unpacked()
+    grid = sample.positions[layer.keys].grid
+    if layer.rows is None or grid is None:
+        return weights
+    patches = weights[:, 0, -grid[0] * grid[1] :]
+    scaled: NDArray[np.float32] = patches / np.maximum(patches.max(axis=1, keepdims=True), 1e-9)
+    return scaled.reshape(-1, *grid)
+
+
+def resized(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
+    """A table with other numbers of rows and columns; each new cell has the largest value of those it covers, so a line stays visible."""
+    for axis, wanted in ((0, rows), (1, columns)):
+        table = np.maximum.reduceat(table, np.arange(wanted) * table.shape[axis] // wanted, axis=axis)
+    return table
+
+
+def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]] | None = None) -> Drawing:
+    """All heads as small multiples: a row for each layer, keys to the right and queries down, a frame for each role.
+
+    Args:
+        drop: Heads to cross out, by layer.
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Patch
+
+    rows = [(profile, layer) for profile in heads.layers if (layer := sample.layer(profile.index)) is not None]
+    widest = max(len(profile.heads) for profile, _ in rows)
+    size = _CELL + 2 * _FRAME
+    step = size + _GAP
+    canvas = np.ones((len(rows) * step, widest * step, 3), np.float32)
+    roles: list[str] = []
+    for i, (profile, layer) in enumerate(rows):
+        for h, table in enumerate(cells(sample, layer)):
+            roles.append(profile.heads[h].role)
+            tile = canvas[i * step : i * step + size, h * step : h * step + size]
+            tile[:] = to_rgb(_OF_ROLES.get(roles[-1], _OF_ROLES[MIXED]))
+            shown = np.sqrt(np.clip(resized(table, _CELL, _CELL), 0, 1))  # the root, so that small weights can be seen
+            tile[_FRAME:-_FRAME, _FRAME:-_FRAME] = colormaps["Blues"](shown)[..., :3]
+    figure, (axis,) = new_figure(1.3 + widest * 0.5, 1.5 + len(rows) * 0.5)
+    axis.imshow(canvas, interpolation="nearest")
+    if crosses := [(h * step, i * step) for i, (p, _) in enumerate(rows) for h in (drop or {}).get(p.name, ())]:
+        style: dict[str, Any] = {"color": "black", "markersize": 20, "markeredgewidth": 1.4, "alpha": 0.75, "ls": ""}
+        axis.plot(*(np.array(crosses).T + size / 2), "x", **style)
+    across, down = ([i * step + step / 2 for i in range(count)] for count in (widest, len(rows)))
+    axis.set_xticks(across, [f"H{h}" for h in range(widest)], fontsize=7)
+    axis.set_yticks(down, [f"L{profile.index}" for profile, _ in rows], fontsize=7)
+    axis.tick_params(length=0)
+    axis.xaxis.tick_top()
+    axis.spines[:].set_visible(False)
+    patches = [Patch(color=colour, label=label) for colour, label in legend_of(roles).items()]
+    widest_label = 2.4 if any(", " in str(patch.get_label()) for patch in patches) else 1.5
+    columns = max(1, min(len(patches), int((1.3 + widest * 0.5) / widest_label)))
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.01), "fontsize": 7, "frameon": False}
+    axis.legend(handles=patches, ncols=columns, **below)
+    _titled(axis, sample.title)
+    return figure
+
+
+def legend_of(roles: Sequence[str]) -> dict[str, str]:
+    """What each colour means, and how many heads have it. Roles of one colour share an entry: nobody could tell two apart."""
+    families: dict[str, list[str]] = {}
+    for role in dict.fromkeys((*(rule.role for rule in RULES), MIXED)):
+        if role in roles:
+            families.setdefault(_OF_ROLES[role], []).append(f"{role} ({roles.count(role)})")
+    return {colour: ", ".join(names) for colour, names in families.items()}
+
+
+def figure_of_head(sample: Sample, layer: SampleLayer, head: int, title: str) -> Drawing:
+    """One head, large: queries down, keys to the right; of a long image, where the held positions look."""
+    queries, keys = sample.positions[layer.queries], sample.positions[layer.keys]
+    weights = layer.unpacked()[head]
+    if layer.rows is not None and keys.grid is not None:
+        return _figure_of_patches(queries, keys, layer.rows, weights, title)
+    rows = range(len(queries.labels)) if layer.rows is None else layer.rows
+    figure, (axis,) = new_figure(2.6 + 0.2 * max(len(keys.labels), 6), 1.9 + 0.2 * max(len(rows), 6))
+    image = axis.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="equal")
+    plain: dict[str, Any] = {"fontsize": 7, "parse_math": False}
+    axis.set_xticks(range(len(keys.labels)), keys.labels, rotation=90, **plain)
+    axis.set_yticks(range(len(rows)), [queries.labels[r] for r in rows], **plain)
+    axis.set_xlabel("attends to", fontsize=8)
+    axis.set_ylabel("token" if keys.grid is None else "position", fontsize=8)
+    _titled(axis, title)
+    figure.colorbar(image, ax=axis, shrink=0.7).set_label("attention weight", fontsize=8)
+    return figure
+
+
+def _figure_of_patches(queries: Positions, keys: Positions, rows: Sequence[int], weights: Any, title: str) -> Drawing:
+    assert keys.grid is not None
+    count = keys.grid[0] * keys.grid[1]
+    figure, axes = new_figure(2.2 * (len(rows) + 1), 2.9, columns=len(rows) + 1)
+    if keys.image:
+        axes[0].imshow(from_uri(keys.image), cmap="gray")
+    axes[0].set_title("the image", fontsize=8)
+    top = float(weights[:, -count:].max()) or 1.0
+    for axis, row, row_weights in zip(axes[1:], rows, weights, strict=True):
+        image = axis.imshow(row_weights[-count:].reshape(keys.grid), cmap="Blues", vmin=0, vmax=top)
+        axis.set_title(f"from {queries.labels[row]}", fontsize=8, parse_math=False)
+        place = row - (len(queries.labels) - count)
+        if place >= 0 and queries.grid == keys.grid:
+            axis.plot(place % keys.grid[1], place // keys.grid[1], "x", color="#D55E00")
+    for axis in axes:
+        axis.set_axis_off()
+    figure.colorbar(image, ax=axes, shrink=0.8).set_label("attention weight", fontsize=8)
+    figure.suptitle(title, fontsize=9, parse_math=False)
+    return figure
+
+
+def _titled(axis: Any, title: str) -> None:
+    axis.set_title(title, fontsize=8, loc="left", wrap=True, parse_math=False)

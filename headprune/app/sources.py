@@ -164,10 +164,15 @@ def _memory(text: str) -> dict[int | str, int]:
     return {int(device) if device.isdecimal() else device: size for device, size in most.items()}
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def half_of(config: Any) -> torch.dtype | None:
     """The half precision that a config says its weights are stored in."""
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    return next((half for half in HALVES if dtype in (half, str(half).removeprefix("torch."))), None)
+    return next((half for half in HALVES if dtype in (half, name_of(half))), None)
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:

@@ -91,8 +91,8 @@ def _check_shown(text: str | None, image: Path | None, data: DataOptions, output
 
 def _print_heads(heads: Heads, head: str | None, output: Path | None, console: Console) -> None:
     """All heads, or one of them, in the last sample and on average; ``output`` is a picture of the same."""
-    from headprune.app.pictures import save
-    from headprune.app.seeing import head_named, layer_of, pictures, terminal
+    from headprune.app import pictures
+    from headprune.app.seeing import head_named, terminal
 
     sample = heads.samples[-1] if heads.samples else None
     colours = console.out.color_system is not None
@@ -114,14 +114,14 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
         document = {"head": name, **vars(profile)}
         console.result(f"{name} ({layer.name}): {profile.role}: {profile.because} ({what}).")
         console.show(terminal.figures_of(profile))
-        seen = layer_of(sample, layer.index) if sample is not None else None
+        seen = sample.layer(layer.index) if sample is not None else None
         if sample is not None and seen is not None:
             console.show(terminal.one_head(sample, seen, number, colours))
             draw = partial(pictures.figure_of_head, sample, seen, number, f"{name}: {profile.role}")
     if output is not None:
         if draw is None:
             raise HeadPruneError("There is no sample to draw.", "Give --text or --image.")
-        save(draw(), output)
+        pictures.save(draw(), output)
         console.result(f"\nPicture: {output}")
     console.document(document)
 

@@ -41,7 +41,7 @@ def print_table(console: Console, title: str, content: Table, without: Sequence[
 
 
 def print_scores(console: Console, scores: list[HeadScores]) -> None:
-    from headprune.app.report.sections.heads import agreement_table
+    from headprune.app.report.heads import agreement_table
 
     for s in scores:
         _print_heat(console, s, {})
@@ -128,15 +128,15 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
 
 def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
     """The report's first screen, without what is printed elsewhere, and the section on other data."""
+    from headprune.app.report import measured, opening
     from headprune.app.report.content import Strong, Table
-    from headprune.app.report.sections import measured, opening, plans
 
     told = (opening.rule(metrics), opening.over_random_line(metrics), opening.precision(run, metrics))
     other = [measured.other_table(metrics)] if metrics.also else []
     for block in (*opening.summary(run, metrics), "\n".join(filter(None, told)), *other):
         if isinstance(block, Table):
             title = "On other data" if block.head[0] == "data" else "Dense and pruned"
-            print_table(console, title, block, without=[plans.control(metrics)])  # told below
+            print_table(console, title, block, without=[measured.control(metrics)])  # told below
         else:
             console.result(f"\n{f'{block.lead} {block.text}'.strip() if isinstance(block, Strong) else block}")
 
@@ -164,7 +164,7 @@ def print_times(
     metrics: Metrics | None = None,
 ) -> None:  # fmt: skip
     """Latency, where the dense model's time goes, and how fast models write: what of it was measured."""
-    from headprune.app.report.sections.measured import disturbance, generation_table, latency_table, time_table
+    from headprune.app.report.measured import disturbance, generation_table, latency_table, time_table
 
     print_table(console, "Latency of a forward pass, models in turn", latency_table(rows), without=["verdict"])
     if parts:

@@ -129,20 +129,38 @@ class HeadScores:
         title = html.escape(f"{self.method}: {self.unit}; {self.basis}")
         return f"<table><caption>{title}</caption>{''.join(rows)}</table>"
 
-    def plot(self) -> Figure:
-        """A heat map, layers by heads; the figure's ``savefig`` writes it."""
+    def plot(self, axis: Any = None, drop: Mapping[str, Sequence[int]] | None = None) -> Figure:
+        """A heat map, layers by heads; the figure's ``savefig`` writes it.
+
+        Colours are even in size up to the median and in ratio beyond it, so that a large score hides no other.
+
+        Args:
+            axis: Of a matplotlib figure, to draw on; by default the only one of a new figure.
+            drop: Heads to cross out, by layer.
+        """
+        from matplotlib.colors import AsinhNorm
         from matplotlib.figure import Figure
 
-        grid = torch.full((len(self.layers), max(layer.num_heads for layer in self.layers)), torch.nan)
+        grid = np.full((len(self.layers), max(layer.num_heads for layer in self.layers)), np.nan)
         for row, layer in zip(grid, self.layers, strict=True):
-            row[: layer.num_heads] = self.values[layer.name]
-        figure = Figure(layout="constrained")
-        axis, most = figure.subplots(), float(grid.nan_to_num().abs().max())
-        signed = self.signed and bool((self.flat() < 0).any())
-        image = axis.imshow(grid, cmap="RdBu" if signed else "Blues", vmin=-most if signed else None, vmax=most)
+            row[: layer.num_heads] = self.values[layer.name].numpy()
+        sizes = np.abs(grid[np.isfinite(grid)])
+        most = float(sizes.max(initial=0.0)) or 1.0
+        usual = max(float(np.median(sizes)) if len(sizes) else most, most / 1000)
+        both = self.signed and np.nanmin(grid, initial=0.0) < 0
+        norm = AsinhNorm(linear_width=usual, vmin=-most if both else 0, vmax=most)
+        axis = axis or Figure(layout="constrained").subplots()
+        image = axis.imshow(grid, cmap="RdBu" if both else "Blues", norm=norm, aspect="auto")
+        for i, layer in enumerate(self.layers):
+            for h in (drop or {}).get(layer.name, ()):
+                axis.plot(h, i, "x", color="white" if norm(abs(grid[i, h])) > 0.75 else "black", markersize=4.5)
         axis.set(title=self.method, xlabel="head", ylabel="layer")
-        axis.set_yticks(range(len(self.layers)), [f"L{layer.index}" for layer in self.layers])
-        figure.colorbar(image, label=self.unit)
+        step = max(1, len(self.layers) // 16)
+        axis.set_yticks(range(0, len(self.layers), step), [f"L{layer.index}" for layer in self.layers[::step]])
+        ticks = [-most, 0, most] if both else [0, usual, most]
+        bar = axis.figure.colorbar(image, ax=axis, shrink=0.9, ticks=ticks, format="{x:.2g}", label=self.unit)
+        bar.ax.minorticks_off()
+        figure: Figure = axis.figure
         return figure
 
     def labels(self) -> list[str]:

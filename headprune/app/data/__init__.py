@@ -3,12 +3,11 @@
 The examples that score heads never choose between plans, and neither are ever reported. Training may use
 the scored examples, and no others of the three.
 
-`reading` reads the data; `classes` are a model's, and labels as their numbers; `encoder` makes features of rows, by the functions of
-`encodings`, one for each task; `part` holds encoded examples; `parts` cuts the data and puts it together.
+`reading` reads the data; `encoder` makes features of rows, and labels a model's classes, by the functions of `encodings`, one for each
+task; `parts` cuts the data and puts it together.
 """
 
-from headprune.app.data.part import DataParts, Part
-from headprune.app.data.parts import load_also, load_parts, load_train
+from headprune.app.data.parts import DataParts, Part, load_also, load_parts, load_train
 from headprune.app.options import DataOptions
 
 __all__ = ["DataOptions", "DataParts", "Part", "load_also", "load_parts", "load_train"]

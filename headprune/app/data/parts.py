@@ -2,28 +2,146 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headprune.app.data.encoder import Encoder
 from headprune.app.data.encodings import encoding_of
-from headprune.app.data.part import DataParts, OnDemand, Part, content_hash
 from headprune.app.data.reading import place, read_splits
 from headprune.app.models import LoadedModel
 from headprune.app.options import DataOptions
 from headprune.errors import HeadPruneError, first_line
+from headprune.files import digest
 
 _CHOOSE_SPLITS = ("validation", "valid", "val", "dev", "eval", "validation_matched")
 _REPORT_SPLITS = ("test", *_CHOOSE_SPLITS)
 _REPEATING = "repeating an input of an earlier part"
 PLAIN_TEXT = Path(__file__).parent / "plain-english.txt"  # a passage a line; its source is in plain-english.md
 
+
+@dataclass(frozen=True)
+class Part:
+    """Encoded examples of one purpose.
+
+    Attributes:
+        name: ``"score"``, ``"choose"``, ``"report"`` or ``"train"``; of a second dataset, its own.
+        split: The split they are from.
+        rows: Their row numbers in that split.
+        features: One dict of plain lists or tensors per example; images and sounds to train on are encoded when they are read.
+        batch_size: Examples per batch.
+        inputs: A hash of every example's input, where parts were cut by it.
+        shortened: How many were cut to the length that the model accepts, or that was asked for.
+        left_out: How many rows could not be used, by the reason.
+    """
+
+    name: str
+    split: str
+    rows: list[int]
+    features: Sequence[dict[str, Any]]
+    collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
+    batch_size: int
+    inputs: tuple[str, ...] = ()
+    shortened: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    @property
+    def purpose(self) -> str:
+        """In words, such as ``"to score"``."""
+        return f"to {self.name if self.name in ('score', 'choose', 'report', 'train') else 'measure'}"
+
+    @property
+    def reasons(self) -> str:
+        """Why rows were left out, with their numbers; "" if none were."""
+        return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
+
+    def lengths(self) -> list[int]:
+        """Tokens per example (1 where there are none)."""
+        is_text = "input_ids" in self.features[0]
+        return [len(f["input_ids"]) for f in self.features] if is_text else [1] * len(self)
+
+    def order(self) -> list[int]:
+        """Examples by length, so that a batch holds little padding."""
+        lengths = self.lengths()
+        return sorted(range(len(self)), key=lambda i: (lengths[i], i))
+
+    def batches(self, batch_size: int | None = None) -> Iterator[dict[str, Tensor]]:
+        """Padded batches in the order of `order`."""
+        order, size = self.order(), batch_size or self.batch_size
+        for start in range(0, len(order), size):
+            yield self.collate([self.features[i] for i in order[start : start + size]])
+
+    def typical(self, count: int) -> dict[str, Tensor]:
+        """A batch of the ``count`` examples whose length is nearest to the median."""
+        order = self.order()
+        middle = max(0, min(len(order) // 2 - count // 2, len(order) - count))
+        return self.collate([self.features[i] for i in order[middle : middle + count]])
+
+    @cached_property
+    def content_hash(self) -> str:
+        """A hash of every example, labels included."""
+        if isinstance(self.features, OnDemand):
+            return content_hash(self.features.hashes)
+        return content_hash([content_hash(feature) for feature in self.features])
+
+
+@dataclass(frozen=True)
+class DataParts:
+    """The three disjoint parts, the columns that were guessed, and notes on what was left out.
+
+    Attributes:
+        also: Second datasets, to which nothing is fitted; they share no input with the first two parts.
+    """
+
+    score: Part
+    choose: Part
+    report: Part
+    columns: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    also: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class OnDemand(Sequence[dict[str, Any]]):
+    """Features that are encoded each time they are read: images and sounds of a whole split may not fit in memory.
+
+    Attributes:
+        encode: Features of a row by its number.
+        hashes: Of the features of each of the ``rows``.
+    """
+
+    encode: Callable[[int], Any]
+    rows: list[int]
+    hashes: list[str]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.encode(self.rows[index])
+
+
+def content_hash(value: Any) -> str:
+    """A hash of plain values and tensors: equal where they are equal."""
+
+    def plain(x: Any) -> Any:
+        return digest([x.numpy().tobytes()], 64) if isinstance(x, Tensor) else str(x)
+
+    return digest(json.dumps(value, default=plain, sort_keys=True))
+
+
+# -- how a dataset is cut into parts --------------------------------------------------------------------
 
 Cuts = dict[str, tuple[str, list[int]]]
 """By the name of each part its split, and its rows there."""
@@ -181,14 +299,13 @@ def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: DataPa
     if not usable:
         raise HeadPruneError(f"{dataset} holds no labelled rows.", "Check the files.")
     split = next((each for each in _REPORT_SPLITS if each in usable), next(iter(usable)))
-    there = splits[split].column_names
-
-    def known(given: str | None) -> str | None:
-        """Columns that were named for the first dataset; None, so that they are guessed, where this one does not have them."""
-        return given if given and all(column.strip() in there for column in given.split(",")) else None
-
-    text, label = known(options.text_column), known(options.label_column)
-    options = replace(options, dataset=dataset, subset=None, text_column=text, label_column=label)
+    # Columns that were named for the first dataset are guessed where this one does not have them.
+    there, named = (
+        splits[split].column_names,
+        {name: getattr(options, name) for name in ("text_column", "label_column")},
+    )
+    known: Any = {k: v if v and all(s.strip() in there for s in v.split(",")) else None for k, v in named.items()}
+    options = replace(options, dataset=dataset, subset=None, **known)
     encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled=True)
     rows, seen = shuffle(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}
     part = _encode(encoder, name, split, rows, seen, options.report_limit)
@@ -225,7 +342,7 @@ def _encode(
         shortened += encoder.cut
     examples: Sequence[dict[str, Any]] = features
     if on_demand:
-        examples = OnDemand(lambda row: encoder.encode(data[row], row), kept, features)
+        examples = OnDemand(partial(_feature, encoder, split), kept, features)
     elif not all("labels" in feature for feature in features):  # some have none, and need none
         for feature in features:
             feature.pop("labels", None)
@@ -242,10 +359,14 @@ def _encode(
 
 
 def _feature(encoder: Encoder, split: str, row: int) -> dict[str, Any] | str:
-    """A row's features, or why it cannot be used."""
-    where = f"Row {row} of {place(encoder.options.dataset, split)} (the first is row 0)"
+    """A row's features; or why it cannot be used, in a few words.
+
+    Raises:
+        HeadPruneError: It cannot be read; the message names the row.
+    """
+    encoder.cut, where = False, f"Row {row} of {place(encoder.options.dataset, split)} (the first is row 0)"
     try:
-        return encoder.encode(encoder.splits[split][row], row)
+        return encoder.encoding.encode(encoder, encoder.splits[split][row], row)
     except HeadPruneError as error:
         raise HeadPruneError(f"{where}: {error.args[0]}", error.hint) from None
     except Exception as error:

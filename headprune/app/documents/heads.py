@@ -107,6 +107,10 @@ class Sample:
     layers: tuple[SampleLayer, ...]
     shortened: bool = False
 
+    def layer(self, index: int) -> SampleLayer | None:
+        """The layer of this index; None where it was not seen."""
+        return next((layer for layer in self.layers if layer.layer == index), None)
+
     def __post_init__(self) -> None:
         for layer in self.layers:
             for name in (layer.queries, layer.keys):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from headprune.app.data.part import DataParts, OnDemand, Part, content_hash
+from headprune.app.data.parts import DataParts, Part, content_hash
 from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.attention import AttentionLayer
 from headprune.documents import Count, File
@@ -54,8 +54,7 @@ class Examples:
     @classmethod
     def of(cls, part: Part) -> Examples:
         # Token ids are the same everywhere; pixels and sounds may differ in their last digit between machines.
-        is_text = not isinstance(part.features, OnDemand) and "input_ids" in part.features[0]
-        content = part.content_hash if is_text else None
+        content = part.content_hash if "input_ids" in part.features[0] else None
         return cls(part.split, len(part), content_hash(part.rows), content, part.shortened)
 
     def same(self, other: Examples) -> bool:

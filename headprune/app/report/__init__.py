@@ -1,28 +1,46 @@
-"""What is written of a run, from its folder's documents alone: report.md with its pictures, report.html, and parts of model cards."""
+"""What is written of a run, from its folder's documents alone: report.md with its pictures, report.html, and parts of model cards.
+
+The template report.md.j2 has the report's sections and their texts. `opening`, `measured` and `heads` have its tables and figures, and the
+sentences that take more than a template.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
+import shlex
+from collections.abc import Callable
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from jinja2 import UndefinedError
+import jinja2
 
-from headprune import checkpoint
+from headprune import checkpoint, latency
 from headprune.amounts import code
 from headprune.app import pictures
 from headprune.app.documents import BudgetResult, FinetuneRecord, Metrics, Run
-from headprune.app.report import numbers, page, sections
-from headprune.app.report.content import Block, Documents, Section, Table, blocks_of, bullets, markdown
-from headprune.app.report.sections import measured, opening, plans
+from headprune.app.report import content, heads, measured, numbers, opening, page, verdict
+from headprune.app.report.content import Block, Documents, Figure, Section, Table, blocks_of, bullets, markdown
 from headprune.app.runs import PARTS, RunFolder
 from headprune.errors import HeadPruneError
 from headprune.files import write_file
 
 __all__ = ["finetune_card", "finetune_report", "finetune_table", "write", "write_cards"]
 
+TEMPLATE, FINETUNED = (
+    (resources.files(__name__) / name).read_text("utf-8") for name in ("report.md.j2", "finetune.md.j2")
+)
+ROOMS = {
+    "content": content, "numbers": numbers, "verdict": verdict, "of_heads": heads, "measured": measured, "opening": opening,
+    "latency": latency,
+}  # fmt: skip
+"""What the templates may call."""
+
 # What documents that belong to no run can raise where they are put into words.
-_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, UndefinedError)
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, jinja2.UndefinedError)
+_FOLD = "\x1e"  # which no text holds once it is escaped
 
 
 def write_cards(folder: RunFolder) -> None:
@@ -48,8 +66,8 @@ def write(folder: RunFolder) -> None:
     except _DAMAGE as error:
         what = f"The documents in {folder.path} are damaged, or of another version"
         raise HeadPruneError(f"{what} ({type(error).__name__}: {error}).", "Make the run again.") from error
-    for name, content in files.items():
-        write_file(folder.path / name, content)
+    for name, file in files.items():
+        write_file(folder.path / name, file)
     for name in PARTS:  # a picture of a run that had more to show
         if name.endswith(".png") and name not in files:
             (folder.path / name).unlink(missing_ok=True)
@@ -57,11 +75,11 @@ def write(folder: RunFolder) -> None:
 
 def _files(documents: Documents) -> dict[str, bytes]:
     """Everything that a report consists of, by the names of its files."""
-    parts, figures = sections.sections_of(sections.TEMPLATE, documents=documents)
+    sections, figures = sections_of(TEMPLATE, documents=documents)
     what = "Every head" if documents.metrics is None else "Every size and every head"
     link = f"{what}, and what it attends to: [report.html](report.html), one file for a browser, no network needed."
-    painted = {figure.file: pictures.png(figure.draw()) for figure in figures}
-    texts = {"report.md": markdown(parts, link), "report.html": page.render(documents, parts, painted)}
+    painted = {figure.file: pictures.png(figure.drawing) for figure in figures}
+    texts = {"report.md": markdown(sections, link), "report.html": page.render(documents, sections, painted)}
     return painted | {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()}
 
 
@@ -79,7 +97,7 @@ def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
     blocks: list[Block] = [
         f"On {budget.change.examples:,} examples of {dataset} ({code(run.parts.report.split)}), none of which decided anything; "
         "intervals: 95 %, paired by example for the change. “Dense” is the model before this run.",
-        replace(plans.table(one), strong=None),
+        replace(measured.sizes_table(one), strong=None),
         measured.metrics_table(one),
         *filter(None, [opening.precision(run, one)]),
         measured.latency_table(rows),
@@ -91,21 +109,16 @@ def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
 
 def finetune_report(name: str, record: FinetuneRecord) -> str:
     """The whole report."""
-    return markdown(_finetuned(record, name, whole=True))
+    sections, _ = sections_of(FINETUNED, record=record, table=finetune_table(record), name=name, whole=True)
+    return markdown(sections)
 
 
 def finetune_card(record: FinetuneRecord) -> str:
     """What the model card of the folder says: the verdict, the table, and the command."""
     pruned, teacher = map(numbers.without_place, (record.pruned, record.teacher))
-    command = numbers.without_places(record.command)
-    (section,) = _finetuned(replace(record, pruned=pruned, teacher=teacher, command=command), "", whole=False)
+    record = replace(record, pruned=pruned, teacher=teacher, command=numbers.without_places(record.command))
+    (section,), _ = sections_of(FINETUNED, record=record, table=finetune_table(record), name="", whole=False)
     return section.text
-
-
-def _finetuned(record: FinetuneRecord, name: str, whole: bool) -> list[Section]:
-    return sections.sections_of(
-        sections.FINETUNED, record=record, table=finetune_table(record), name=name, whole=whole
-    )[0]
 
 
 def finetune_table(record: FinetuneRecord) -> Table:
@@ -116,3 +129,43 @@ def finetune_table(record: FinetuneRecord) -> Table:
         cells = (numbers.change(change, metric), change.verdict) if change else ("", "")
         rows.append((name, numbers.interval(record.models[key], metric), *cells))
     return Table(("model", f"{metric} (95 %)", "change from dense (95 %, paired)", "verdict"), rows)
+
+
+# -- templates -----------------------------------------------------------------------------------------
+
+
+def sections_of(template: str, **values: Any) -> tuple[list[Section], list[Figure]]:
+    """All that a report says, in its order, and the figures in it."""
+    sections: list[Section] = []
+    figures: list[Figure] = []
+
+    def section(title: str, caller: Callable[[], str]) -> str:
+        text, summary, folded = (*caller().split(_FOLD), "", "")[:3]
+        sections.append(Section(title, _tidy(text), summary, _tidy(folded)))
+        return ""
+
+    def show(*blocks: Block) -> content.Markdown:
+        figures.extend(block for block in blocks if isinstance(block, Figure))
+        return blocks_of(blocks)
+
+    _template(template).render(ROOMS, **values, section=section, show=show)
+    return sections, figures
+
+
+@functools.cache
+def _template(text: str) -> jinja2.Template:
+    """The template; what it prints is escaped, unless it is Markdown already."""
+
+    def escaped(value: Any) -> str:
+        return value if isinstance(value, content.Markdown) else content.text_of(value)
+
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "undefined": jinja2.StrictUndefined}
+    environment = jinja2.Environment(finalize=escaped, **options)
+    environment.filters |= {"commas": "{:,}".format, "quoted": shlex.quote, "to_repeat": numbers.to_repeat}
+    environment.globals |= {"code": code, "fold": lambda summary: content.Markdown(f"{_FOLD}{summary}{_FOLD}")}
+    return environment.from_string(text)
+
+
+def _tidy(text: str) -> str:
+    """Markdown without the template's line ends within a paragraph, and with one empty line between paragraphs."""
+    return re.sub(r"\n{2,}", "\n\n", re.sub(r"\n +(?=\S)", " ", text)).strip()

@@ -7,7 +7,7 @@ from the data is never markup.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from headprune.amounts import code, in_line
@@ -62,7 +62,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture, drawn once and written beside report.md.
+    """A picture that is written beside report.md.
 
     Attributes:
         file: Its name, which ``PARTS`` in `headprune.app.runs` has, too.
@@ -71,7 +71,7 @@ class Figure:
 
     file: str
     alt: str
-    draw: Callable[[], Drawing]
+    drawing: Drawing
 
 
 class Markdown(str):

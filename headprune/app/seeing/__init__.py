@@ -296,11 +296,6 @@ def head_named(heads: Heads, text: str) -> tuple[LayerProfile, int]:
     return layer, number
 
 
-def layer_of(sample: Sample, index: int) -> SampleLayer | None:
-    """A sample's layer by its index; None where it was not seen."""
-    return next((layer for layer in sample.layers if layer.layer == index), None)
-
-
 def by_role(heads: Heads) -> list[tuple[str, list[tuple[str, int]], str]]:
     """The roles, those of most heads first: the heads that have it (layer name, number), and the one that shows it best, in words."""
     members: dict[str, list[tuple[LayerProfile, int]]] = {}

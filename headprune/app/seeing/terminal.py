@@ -9,8 +9,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from headprune.app.documents import Heads, Sample, SampleLayer
-from headprune.app.seeing import by_role, layer_of
-from headprune.app.seeing.pictures import cells, resized
+from headprune.app.pictures import cells, resized
+from headprune.app.seeing import by_role
 from headprune.seeing import HeadProfile
 from headprune.seeing.roles import MIXED, RULES, UNKNOWN
 
@@ -30,7 +30,7 @@ def all_heads(heads: Heads, sample: Sample, width: int, colours: bool) -> Group:
     """
     lines: list[Text] = [Text(f"{sample.title}{_CUT if sample.shortened else ''}")] if sample.title else []
     for profile in heads.layers:
-        layer = layer_of(sample, profile.index)
+        layer = sample.layer(profile.index)
         if layer is None:
             continue
         tables = cells(sample, layer)

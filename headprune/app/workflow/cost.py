@@ -6,7 +6,6 @@ To be within half; `benchmarks/passes.py` compares it with real runs on five mod
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -117,22 +116,16 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
     moved = move(inputs_of(model, batch), device)
     first = next(p for p in model.parameters() if p.is_floating_point())
     before = first.requires_grad
-
-    def passed(back: bool) -> None:
-        some = [t for t in tensors(call(model, moved)) if t.requires_grad]
-        if back and some:
-            torch.autograd.grad(torch.stack([t.float().mean() for t in some]).sum(), [first], allow_unused=True)
-
     with torch.inference_mode(False), torch.random.fork_rng(), config_kept(model), evaluating(model):
         first.requires_grad_(True)
         try:
             for grad in (False, False, True):  # the first pass makes what later ones find
-                began = time.perf_counter()
+                began = latency.clock(device)
                 with torch.set_grad_enabled(grad):
-                    passed(grad)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                times.append(time.perf_counter() - began)
+                    means = [t.float().mean() for t in tensors(call(model, moved)) if t.requires_grad]
+                    if means:
+                        torch.autograd.grad(torch.stack(means).sum(), [first], allow_unused=True)
+                times.append((latency.clock(device) - began) / 1000)
         finally:
             first.requires_grad_(before)
     scale = sum(map(cost_of, batches)) / cost_of(batch)

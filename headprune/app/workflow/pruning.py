@@ -14,7 +14,8 @@ from headprune.app import documents, report, runs
 from headprune.app.data import Part, load_also
 from headprune.app.options import Options
 from headprune.app.seeing import look
-from headprune.app.workflow import results, saving, search
+from headprune.app.sources import name_of, stored_size
+from headprune.app.workflow import results, search
 from headprune.app.workflow.cost import announce, cost_of_pruning, cost_of_scores
 from headprune.app.workflow.scene import Console, Scene, check_same, inputs, open_scene
 from headprune.errors import HeadPruneError, first_line, is_of_the_disk
@@ -90,7 +91,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -
     parameter = next(scene.model.parameters())
     facts = documents.ModelFacts(
         class_name=type(scene.model).__name__, task=scene.loaded.task.name, metric=scene.metric,
-        dtype=str(parameter.dtype).removeprefix("torch."), attention=attention if isinstance(attention, str) else None,
+        dtype=name_of(parameter.dtype), attention=attention if isinstance(attention, str) else None,
         parameters=latency.parameters(scene.model), fingerprint=fingerprint(scene.model), config=config_hash(scene.model),
         processor=processor_hash(scene.loaded.processor), heads=sum(layer.num_heads for layer in scene.layers),
         layers=tuple(map(documents.LayerFacts.of, scene.layers)),
@@ -158,8 +159,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
     if half := scene.loaded.stored:
-        dtype = str(half).removeprefix("torch.")
-        console.say(f"{config.options.model} is stored in {dtype}: pruned models are saved so, too.")
+        console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
     methods = config.methods if source else config.methods_to_score
     run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
@@ -225,13 +225,14 @@ def _metrics(
 ) -> documents.Metrics:
     """What metrics.json says, with the times and the exports, which are made here."""
     scene, metric = context.scene, context.scene.metric
-    weights, dtype = saving.dense_weights(scene)
+    stored = scene.loaded.stored  # in which pruned models are saved
 
     def measure(part: Part | None = None) -> documents.Measured:
         return documents.Measured.of(context.measure("dense", scene.model, part), metric)
 
     dense = documents.Dense(
-        **vars(measure()), parameters=latency.parameters(scene.model), weights=weights, dtype=dtype,
+        **vars(measure()), parameters=latency.parameters(scene.model), weights=stored_size(scene.model, stored),
+        dtype=name_of(stored or next(scene.model.parameters()).dtype),
         flops=latency.flops(scene.model, scene.typical_input()), guessing=results.guessing(scene),
     )  # fmt: skip
     also = [documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also]

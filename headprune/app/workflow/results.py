@@ -21,8 +21,7 @@ from headprune.app.data import Part, load_train
 from headprune.app.options import FinetuneOptions
 from headprune.app.runs import RunFolder
 from headprune.app.sources import widen
-from headprune.app.workflow import saving
-from headprune.app.workflow.scene import Console, Scene, budget_input, inputs
+from headprune.app.workflow.scene import Console, Saved, Scene, budget_input, inputs
 from headprune.app.workflow.search import PruneConfig
 from headprune.attention import AttentionLayer, Heads
 from headprune.budgets import Fit
@@ -38,6 +37,7 @@ from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.pruned import add_record
 from headprune.repairing import Repair
+from headprune.running import tracked
 from headprune.store import Store
 from headprune.surgery import prune
 from headprune.timing import breakdown
@@ -99,7 +99,7 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
     path = context.content.checkpoint_path(asked)
     repair, trained, proof, saved, size = context.store.get(f"model {asked}", partial(_make, context, plan, path))
     try:
-        model = saving.load(scene, path)  # what is reported is what a user will load, not what is in memory
+        model = scene.load(path)  # what is reported is what a user will load, not what is in memory
     except HeadPruneError:  # a folder of an interrupted run may be damaged
         context.store.forget(f"model {asked}")
         return carry_out(fit, controls, context)
@@ -172,12 +172,10 @@ def guessing(scene: Scene) -> float | None:
     return sum(max(count.values()) for count in counts.values()) / total if total else None
 
 
-Made = tuple[Repair | None, documents.Trained | None, documents.Proved, saving.Saved, int]
-"""What repair, training, pruning and saving did, and the folder's bytes before its card tells the run's figures."""
-
-
-def _make(context: PruneContext, plan: PruningPlan, path: Path) -> Made:
-    """Repair, prune, train and save."""
+def _make(
+    context: PruneContext, plan: PruningPlan, path: Path
+) -> tuple[Repair | None, documents.Trained | None, documents.Proved, Saved, int]:
+    """Repair, prune, train and save: what each did, and the folder's bytes before its card tells the run's figures."""
     scene, trials, console, trained = context.scene, context.trials, context.console, None
     progress = console.track(f"repairing {head_count(plan.kept)}") if trials.repair else nullcontext()
     with progress, trials.repaired(plan.drop, whole=True) as repair:
@@ -188,7 +186,7 @@ def _make(context: PruneContext, plan: PruningPlan, path: Path) -> Made:
     proof = prune(model, plan.drop, scene.example, layers=scene.layers)
     if context.config.finetune:
         model, trained = _train(context, model, plan.asked)
-    saved = current().first(f"saving {plan.asked}", lambda: saving.save(scene, model, path, proof.tolerance))
+    saved = current().first(f"saving {plan.asked}", lambda: scene.save(model, path, proof.tolerance))
     proved = documents.Proved(**asdict(proof), reload_difference=saved.difference)
     return repair, trained, proved, saved, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
@@ -252,7 +250,7 @@ def time_parts(
     """
     plans, rows = {**plans, NO_HEADS: _everything(layers)}, []
     with console.track("where the time goes") as progress:
-        for i, (batch, length, example) in enumerate(shapes):
+        for batch, length, example in tracked(shapes, progress):
             tries: list[documents.TimeParts] = []
             while len(tries) < _TRIES and (not tries or tries[-1].factor_from(timed) > documents.DISTURBED):
                 parts = breakdown(model, example, layers=layers)
@@ -260,7 +258,6 @@ def time_parts(
                 measured = {name: getattr(parts, name) for name in ("total", "parts", "stand_ins")}
                 tries.append(documents.TimeParts(batch=batch, length=length, bounds=bounds, **measured))
             rows.append(min(tries, key=lambda row: row.factor_from(timed)))
-            progress(i + 1, len(shapes))
     return tuple(rows)
 
 
@@ -270,12 +267,10 @@ def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: C
     if not writes(next(iter(models.values()))):
         return ()
     with console.track("writing tokens") as progress:
-        for i, (_, _, example) in enumerate(prompts):
-            row = benchmark_generation(models, example)
-            if row is None:
+        for *_, example in tracked(prompts, progress):
+            if (row := benchmark_generation(models, example)) is None:
                 return ()
             rows.append(row)
-            progress(i + 1, len(prompts))
     return tuple(rows)
 
 

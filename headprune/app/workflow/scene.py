@@ -1,32 +1,58 @@
-"""What a run works on: a loaded model, its data and its layers; and whether scores of an earlier run are of the same."""
+"""What a run works on: a loaded model, its data and its layers; how its pruned models are saved; whether earlier scores are of the same.
+
+On a CPU a checkpoint in half precision is computed with in float32, which is faster and rounds no small score. Its pruned model is
+saved in half precision all the same: weights that were not refitted lose nothing by it, and the folder is not larger than
+the dense one. What is measured is the saved folder, its weights widened again, as the dense model's are.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from headprune import latency
+from headprune import checkpoint, latency
 from headprune.app.data import DataOptions, DataParts, load_parts
 from headprune.app.documents import Cut, Examples
 from headprune.app.models import LoadedModel, load_model, numbers_given, positions_of
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
-from headprune.app.sources import placed
+from headprune.app.sources import name_of, narrow, placed, placing_of, stored_size, widen
 from headprune.attention import AttentionLayer
-from headprune.errors import HeadPruneError, ScoresError
+from headprune.errors import HeadPruneError, PruneError, ScoresError, first_line
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
-from headprune.inputs import first_rows, without_labels
+from headprune.inputs import call, model_device, move, unlabelled, without_labels
+from headprune.memory import is_out_of_memory
+from headprune.offload import copied
 from headprune.parallel import current
 from headprune.plan_search import SearchConsole
 from headprune.scoring import HeadScores, method_and_settings, method_named
+from headprune.surgery import answers
 from headprune.trace import find_attention
 
 Console = SearchConsole
 """Where a run tells what it does."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written.
+
+    Attributes:
+        dtype: What its weights are stored in, such as ``"bfloat16"``.
+        difference: Of its answers when it is loaded from the model's in memory, as a share of their largest value.
+        weights: Bytes that its weights take there.
+        note: What a reader should know; "" for nothing.
+    """
+
+    dtype: str
+    difference: float
+    weights: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,13 +82,69 @@ class Scene:
         """The layers that are scored, and that plans count."""
         return [layer for layer in self.layers if layer.maskable]
 
-    def typical_input(self, batch: int = 1) -> dict[str, Any]:
-        """Examples of median length, without labels where the model does not need them."""
-        example = self.parts.report.typical(min(batch, len(self.parts.report)))
-        if len(self.parts.report) < batch:
-            example = {k: torch.cat([v] * (batch // len(v) + 1))[:batch] for k, v in example.items()}
-        typical: dict[str, Any] = first_rows(without_labels(self.model, example), batch)
-        return typical
+    def typical_input(self, batch: int = 1, length: int | None = None) -> dict[str, Any]:
+        """Examples of median length, without labels where the model does not need them; or texts of another ``length``, without labels."""
+        example: Any = self.parts.report.typical(min(batch, len(self.parts.report)))
+        example = unlabelled(example) if length else without_labels(self.model, example)
+        return latency.shaped(example, batch, length)
+
+    def save(self, model: nn.Module, path: Path, tolerance: float, **about: Any) -> Saved:
+        """Save a pruned model as its checkpoint was stored, and see that the folder answers as the model does.
+
+        Args:
+            tolerance: How much its answers may differ, as a share of their largest value.
+            about: What the folder says of the model, beside its task and which model it was made from.
+
+        Raises:
+            PruneError: It does not.
+        """
+        half, note = self.loaded.stored, ""
+        if half is not None:
+            given = move(self.example, model_device(self.model))  # pixels and sounds are taken in half precision, too
+            given = {k: v.to(half) if torch.is_floating_point(v) else v for k, v in given.items()}
+            try:
+                narrowed = copied(model)
+                narrow(narrowed, half)
+                with torch.inference_mode():
+                    outputs = answers(call(narrowed, given))
+                if not all(bool(t.isfinite().all()) for t in outputs):
+                    raise HeadPruneError("its answers are not finite")
+                return self._save(narrowed, path, tolerance, about, half, given)
+            except Exception as error:
+                if is_out_of_memory(error) or isinstance(error, OSError):
+                    raise
+                problem = f"in {name_of(half)}, as it was stored, the model does not work here ({first_line(error)})"
+                note = f"Saved in float32: {problem}."
+        return replace(self._save(model, path, tolerance, about, next(model.parameters()).dtype), note=note)
+
+    def _save(
+        self, model: nn.Module, path: Path, tolerance: float, about: dict[str, Any], dtype: torch.dtype, given: Any = None
+    ) -> Saved:  # fmt: skip
+        """Save a model as it is; ``given`` is an example for one in half precision, which is widened here."""
+        weights, task, source = stored_size(model), self.loaded.task.name, self.loaded.source
+        about = {"task": task, "from": source, **about}
+        checkpoint.save(model, path, processor=self.loaded.processor, overwrite=True, example=given, about=about)
+        reloaded = self.load(path)
+        if given is not None:
+            widen(model)
+        example = move(self.example, model_device(model))
+        with torch.inference_mode():
+            pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
+            difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
+        if not difference <= tolerance:
+            hint = "Please report this."
+            raise PruneError(f"The saved model answers differently after loading (by {difference:.2g}).", hint)
+        return Saved(name_of(dtype), difference, weights)
+
+    def load(self, path: Path) -> nn.Module:
+        """A saved model, for the run to measure."""
+        loading = self.options.loading
+        places = placing_of(loading.device_map, loading.device_memory) or {"device": model_device(self.model)}
+        # What is in the folder came with the dense model.
+        model = checkpoint.load(path, **places, as_saved=True, trust_remote_code=loading.trust_remote_code)
+        if self.loaded.stored is not None:
+            widen(model)
+        return model
 
 
 def open_scene(options: Options, console: Console, *, labelled: bool | None = True) -> Scene:
@@ -101,13 +183,13 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
 
 def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
     """What is timed, as (batch, tokens, example); the largest is the last."""
-    examples = [(batch, _shaped(scene, batch, length)) for batch, length in _shapes(scene)]
+    examples = [(batch, scene.typical_input(batch, length)) for batch, length in _shapes(scene)]
     return [(batch, latency.example_shape(example)[1], example) for batch, example in examples]
 
 
 def budget_input(scene: Scene) -> dict[str, Any]:
     """What a latency budget is about: a batch of the run's size, of median length."""
-    return _shaped(scene, scene.options.data.batch_size, _shapes(scene)[0][1])
+    return scene.typical_input(scene.options.data.batch_size, _shapes(scene)[0][1])
 
 
 def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
@@ -119,12 +201,6 @@ def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
         longer = min(4 * typical, positions_of(scene.model) or 4 * typical)
         lengths = [typical, longer] if longer > 1.2 * typical else [typical]
     return [(size, length) for length in lengths for size in sizes]
-
-
-def _shaped(scene: Scene, batch: int, length: int | None) -> dict[str, Any]:
-    if length is None:
-        return scene.typical_input(batch)
-    return latency.shaped(scene.parts.report.typical(min(batch, len(scene.parts.report))), batch, length)
 
 
 def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:

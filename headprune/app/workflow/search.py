@@ -18,6 +18,7 @@ from headprune.options import SearchOptions
 from headprune.planning import AUTO, Order, Search, abouts, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
+from headprune.running import tracked
 from headprune.scoring import HeadScores, method_and_settings, score
 from headprune.store import Store
 from headprune.trials import Trials
@@ -218,11 +219,10 @@ def trade_off(
         jobs += [(name, order.plan(keep)) for name, order in here if order.least <= keep]
     curve = []
     with console.track("trade-off on the choosing part") as progress:
-        for i, (name, plan) in enumerate(jobs):
+        for name, plan in tracked(jobs, progress):
             measured = trials.measure(plan.drop)
             low, high = interval(measured, trials.metric)
             value, loss = measured.metrics[trials.metric], measured.metrics["loss"]
             point = Point(method=name, kept=plan.kept, asked=plan.asked, value=value, low=low, high=high, loss=loss)
             curve.append(point)
-            progress(i + 1, len(jobs))
     return curve

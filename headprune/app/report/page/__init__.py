@@ -17,9 +17,8 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
 from headprune.amounts import visible
-from headprune.app.report import numbers, verdict
+from headprune.app.report import heads, numbers, opening, verdict
 from headprune.app.report.content import Documents, Section, Strong, Table, block_of, blocks_of
-from headprune.app.report.sections import heads, opening
 from headprune.inputs import map_leaves
 from headprune.scoring.scores import HeadScores
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence
 
 from headprune import amounts
 from headprune.app.documents import BudgetResult, Heads, Metrics, Run
-from headprune.app.pictures import Drawing, new_figure
+from headprune.app.pictures import figure_of_all, new_figure
 from headprune.app.report import verdict
 from headprune.app.report.content import Block, Documents, Figure, Table, capital, notes_by_size
 from headprune.app.seeing import by_role
-from headprune.app.seeing.pictures import figure_of_all
 from headprune.scoring import METHODS
 from headprune.scoring.scores import HeadScores, agreements, chance
 
@@ -41,17 +36,10 @@ def harmful(s: HeadScores) -> str:
     return f" Harmful (more than 1.96 standard errors below 0): {harmful} of {len(values)}; within 1.96 standard errors of 0: {unsure}."
 
 
-def picture(documents: Documents) -> Figure:
-    """A heat map per method."""
-    metrics = documents.metrics
+def scores_figure(documents: Documents) -> Figure:
+    """A heat map per method, layers by heads; crosses mark the heads that the plan removes which the verdict is about."""
+    metrics, scores = documents.metrics, documents.rankings or documents.scores
     budget = verdict.judge(metrics).budget if metrics is not None else None
-    crosses = "; crosses mark the heads that went" * (budget is not None)
-    draw = partial(_draw, documents.rankings or list(documents.scores), budget)
-    return Figure("importance.png", f"importance of every head{crosses}", draw)
-
-
-def _draw(scores: Sequence[HeadScores], budget: BudgetResult | None) -> Drawing:
-    """A heat map per method, layers by heads; crosses mark the heads that the budget's plan removes."""
     layers = scores[0].layers
     columns = min(len(scores), 3)
     rows = -(-len(scores) // columns)
@@ -60,36 +48,12 @@ def _draw(scores: Sequence[HeadScores], budget: BudgetResult | None) -> Drawing:
     for axis in axes[len(scores) :]:
         axis.set_visible(False)
     for axis, s in zip(axes, scores, strict=False):
-        _heat_map(axis, s, {} if budget is None else budget.drop)
+        s.plot(axis, None if budget is None else budget.drop)
+        axis.images[0].colorbar.set_label(s.unit.split(",")[0].split(" when ")[0], fontsize=8)
     if budget is not None:
         figure.supxlabel(f"×: removed to keep {budget.kept} of {budget.total} heads", fontsize=9)
-    return figure
-
-
-def _heat_map(axis: Any, scores: HeadScores, drop: Mapping[str, Sequence[int]]) -> None:
-    """One method's scores. Colours are even in size up to the median and in ratio beyond it, so that a large score hides no other."""
-    from matplotlib.colors import AsinhNorm
-
-    layers = scores.layers
-    grid = np.full((len(layers), max(layer.num_heads for layer in layers)), np.nan)
-    for i, layer in enumerate(layers):
-        grid[i, : layer.num_heads] = scores.values[layer.name].numpy()
-    sizes = np.abs(grid[np.isfinite(grid)])
-    most = float(sizes.max(initial=0.0)) or 1.0
-    usual = max(float(np.median(sizes)) if len(sizes) else most, most / 1000)
-    both = scores.signed and np.nanmin(grid, initial=0.0) < 0
-    norm = AsinhNorm(linear_width=usual, vmin=-most if both else 0, vmax=most)
-    image = axis.imshow(grid, cmap="RdBu" if both else "Blues", norm=norm, aspect="auto")
-    for i, layer in enumerate(layers):
-        for h in drop.get(layer.name, ()):
-            axis.plot(h, i, "x", color="white" if norm(abs(grid[i, h])) > 0.75 else "black", markersize=4.5)
-    axis.set(title=scores.method, xlabel="head", ylabel="layer")
-    step = max(1, len(layers) // 16)
-    axis.set_yticks(range(0, len(layers), step), [f"L{layer.index}" for layer in layers[::step]])
-    ticks = [-most, 0, most] if both else [0, usual, most]
-    bar = axis.figure.colorbar(image, ax=axis, shrink=0.9, ticks=ticks, format="{x:.2g}")
-    bar.ax.minorticks_off()
-    bar.set_label(scores.unit.split(",")[0].split(" when ")[0], fontsize=8)
+    crosses = "; crosses mark the heads that went" * (budget is not None)
+    return Figure("importance.png", f"importance of every head{crosses}", figure)
 
 
 def agreement_table(scores: Sequence[HeadScores]) -> Table | None:
@@ -110,10 +74,10 @@ def _rank(correlation: float) -> str:
     return "–" if correlation != correlation else f"{correlation:.2f}"
 
 
-def attention(heads: Heads, budget: BudgetResult | None) -> Figure:
+def attention_figure(heads: Heads, budget: BudgetResult | None) -> Figure:
     """What every head attends to in the last sample; crosses mark the heads that the budget's plan removes."""
-    draw = partial(figure_of_all, heads, heads.samples[-1], budget.drop if budget else None)
-    return Figure("heads.png", "attention of every head on one example", draw)
+    figure = figure_of_all(heads, heads.samples[-1], budget.drop if budget else None)
+    return Figure("heads.png", "attention of every head on one example", figure)
 
 
 def role_table(metrics: Metrics | None, heads: Heads) -> Table:

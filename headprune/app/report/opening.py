@@ -8,9 +8,8 @@ from fractions import Fraction
 
 from headprune.amounts import code, head_count
 from headprune.app.documents import BudgetResult, Examples, Metrics, Run
-from headprune.app.report import numbers, verdict
+from headprune.app.report import measured, numbers, verdict
 from headprune.app.report.content import Block, Markdown, Strong, bullets, capital, listed
-from headprune.app.report.sections import plans
 from headprune.evaluation import Change
 from headprune.uncertainty import FEW
 
@@ -24,7 +23,7 @@ _REFITTED = "the kept heads' weights refitted by least squares"
 def summary(run: Run, metrics: Metrics) -> list[Block]:
     """The verdict, what a reader must know before believing it, and the table of plans."""
     warnings = [Strong("Caution:", text) for text in cautions(run, metrics)]
-    return [Strong(headline(run, metrics)), *warnings, plans.table(metrics)]
+    return [Strong(headline(run, metrics)), *warnings, measured.sizes_table(metrics)]
 
 
 def extremes(heads: Sequence[tuple[str, float, float]]) -> str:
@@ -171,7 +170,7 @@ def precision(run: Run, metrics: Metrics) -> str:
     saved, computed = verdict.judge(metrics).budget.dtype, run.model.dtype
     if not saved or saved == computed:
         return ""
-    as_dense = ", as the dense checkpoint is" if len(plans.precisions(metrics)) == 1 else ""
+    as_dense = ", as the dense checkpoint is" if len(measured.precisions(metrics)) == 1 else ""
     text = f"Weights are saved in {saved}{as_dense}; all models, the dense one too, were measured in {computed}"
     if computed != "float32":
         return f"{text}."
