@@ -156,8 +156,12 @@ def _prove(
             message = f"llama.cpp's log-probabilities are {gap:.2g} off after {shown} (allowed: {allowed:.2g})."
             raise HeadPruneError(message, "Report it, with the model's name and xllamacpp's version.")
         largest = max(largest, gap)
-    proof = {"engine": f"xllamacpp {version}", "prompts": len(prompts)}
-    return {**proof, "largest_difference": largest, "allowed": allowed}
+    return {
+        "engine": f"xllamacpp {version}",
+        "prompts": len(prompts),
+        "largest_difference": largest,
+        "allowed": allowed,
+    }
 
 
 def _rounding(decoder: deci.Decoder, prompt: Prompt, dtype: torch.dtype) -> float:
@@ -184,8 +188,7 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> tuple[str, list[s
     """
     from gguf import SpecialVocab
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         raise HeadPruneError("There is no tokenizer with a tokenizer.json.", "Save one into the model's folder.")
     data = json.loads(backend.to_str())
     model = data["model"]
@@ -250,9 +253,7 @@ def _pre_tokenizer(data: dict[str, Any]) -> tuple[str, bool]:
 
 def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer."""
-    if step is None:
-        return []
-    return list(step[parts]) if step["type"] == "Sequence" else [step]
+    return [] if step is None else list(step[parts]) if step["type"] == "Sequence" else [step]
 
 
 def _step_name(step: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import copy
 import inspect
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,15 +73,14 @@ def _half(function: FlatModel) -> FlatModel:
 
 
 def _export(
-    path: Path, dtype: str, file: Path, load: Callable[[Path], Session],
-    function: FlatModel, traced: FlatModel, rounded: FlatModel,
-) -> Exported:  # fmt: skip
+    path: Path, dtype: str, file: Path, load: Any, function: FlatModel, traced: FlatModel, rounded: FlatModel
+) -> Exported:
     """Write an ONNX file that gives the model's answers in an engine, with as many free sizes as it can have.
 
     Args:
         path: What is exported: the file, or a folder.
         file: Where the ONNX file goes.
-        load: Gives the ONNX file in its engine.
+        load: Takes the ONNX file, and returns its `Session`.
         function: The model, in float32.
         traced: What the graph is made of.
         rounded: What rounding of the weights makes of the model: this much may the answers differ.
@@ -239,10 +238,10 @@ class _PlainAttention(TorchFunctionMode):
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    if enable_gqa:
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False, **more: Any
+) -> Any:
+    scale = more.get("scale")
+    if more.get("enable_gqa"):
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
