@@ -156,12 +156,8 @@ def _prove(
             message = f"llama.cpp's log-probabilities are {gap:.2g} off after {shown} (allowed: {allowed:.2g})."
             raise HeadPruneError(message, "Report it, with the model's name and xllamacpp's version.")
         largest = max(largest, gap)
-    return {
-        "engine": f"xllamacpp {version}",
-        "prompts": len(prompts),
-        "largest_difference": largest,
-        "allowed": allowed,
-    }
+    proof = {"engine": f"xllamacpp {version}", "prompts": len(prompts)}
+    return {**proof, "largest_difference": largest, "allowed": allowed}
 
 
 def _rounding(decoder: deci.Decoder, prompt: Prompt, dtype: torch.dtype) -> float:

@@ -38,8 +38,14 @@ _SIZES = (((1, 0), (1, 0)), ((0, 1), (1, 0)), ((0, 1), (0, 1)), ((1, 1), (2, 1))
 @exporter("onnx", ".onnx", needs=("onnx", "onnxscript", "onnxruntime"), dtypes=("float32", "float16"), as_stored=False)
 def onnx(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -> Exported:
     """A file for onnxruntime and other engines (any model that torch.export takes; batch and lengths stay free)."""
-    function = flat_model(model, processor)
-    traced = function if dtype == "float32" else _half(function)
+    function = traced = flat_model(model, processor)
+    if dtype == "float16":
+        try:
+            example = map_tensors(function.example, lambda t: t.half() if t.is_floating_point() else t)
+            traced = FlatModel(copy.deepcopy(model).half(), example)
+        except Exception as error:
+            message = f"{type(model).__name__} does not run in float16: {type(error).__name__}: {first_line(error)}"
+            raise HeadPruneError(message, "Use --dtype float32.") from error
     return _export(path, dtype, path, Session, function, traced, traced)
 
 
@@ -58,18 +64,6 @@ def openvino(model: nn.Module, path: Path, processor: Any, dtype: str, name: str
     rounded = FlatModel(copy.deepcopy(model).half().float(), function.example) if half else function
     with tempfile.TemporaryDirectory() as folder:
         return _export(path, dtype, Path(folder, "model.onnx"), load, function, function, rounded)
-
-
-def _half(function: FlatModel) -> FlatModel:
-    """A model in half precision, inputs and all."""
-    try:
-        example = map_tensors(function.example, lambda t: t.half() if t.is_floating_point() else t)
-        return FlatModel(copy.deepcopy(function.model).half(), example)
-    except Exception as error:
-        message = (
-            f"{type(function.model).__name__} does not run in float16: {type(error).__name__}: {first_line(error)}"
-        )
-        raise HeadPruneError(message, "Use --dtype float32.") from error
 
 
 def _export(
