@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from headprune import __version__
 from headprune.checkpoint import probe, remote_code
-from headprune.checkpoint.building import to_stock
 from headprune.checkpoint.card import CARD, add_tags, origin_of, upload, write_card
-from headprune.checkpoint.remote_code import SIDECAR
-from headprune.checkpoint.stock_config import NotStockError, dense_class, is_stock
+from headprune.checkpoint.remote_code import SIDECAR, NotStockError, dense_class, is_stock
+from headprune.checkpoint.stock import to_stock
 from headprune.errors import HeadPruneError
 from headprune.files import atomic_folder, digest, write_file, write_json
 from headprune.fingerprint import fingerprint, is_wrapper
