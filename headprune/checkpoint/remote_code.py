@@ -23,7 +23,8 @@ from headprune.errors import HeadPruneError
 from headprune.files import read_json
 
 SIDECAR = "headprune.json"
-FILE = "modeling_headprune.py"
+MODULE = "modeling_headprune"
+FILE = f"{MODULE}.py"
 _SOURCES = ("modules", "hooks", "structure")  # of headprune.pruned, in the order in which they import each other
 
 
@@ -67,8 +68,7 @@ def load_call(folder: str | Path) -> LoadCall:
     except (ValueError, LookupError, TypeError):
         return LoadCall("")
     if "headprune" in config:
-        own = f"{FILE.removesuffix('.py')}.{name}"
-        auto = _usual((auto for auto, cls in maps.items() if cls == own), name)
+        auto = _usual((auto for auto, cls in maps.items() if cls == f"{MODULE}.{name}"), name)
         return LoadCall(auto, bool(auto), why)
     cls: Any = getattr(transformers, name, None)
     if getattr(cls, "config_class", None) is None:  # the name is from a file
@@ -110,11 +110,6 @@ def auto_classes(cls: type) -> dict[str, str]:
     return classes
 
 
-def auto_map(cls: type) -> dict[str, str]:
-    """``config.auto_map``: which class of the file serves which auto class."""
-    return {auto: f"{FILE.removesuffix('.py')}.{name}" for auto, name in auto_classes(cls).items()}
-
-
 def code_for(cls: type, version: str) -> str:
     """The file's text, for a class of transformers."""
     autos = auto_classes(cls)
@@ -134,7 +129,7 @@ def dense_class(model: nn.Module) -> type:
     """The class of a model; where that came out of the code that headprune put into a pruned folder, the class of transformers that
     it builds on. Not so for other code: what a class adds to one of transformers may change its answers."""
     cls = type(model)
-    if not cls.__module__.endswith(".modeling_headprune"):
+    if not cls.__module__.endswith(f".{MODULE}"):
         return cls
     return next((c for c in cls.__mro__ if is_stock(c)), cls)
 
