@@ -89,7 +89,8 @@ def install_save_methods(model: nn.Module) -> None:
     a repair added. Trainer and others call it. Copies and pickles of the model save themselves, too.
     """
     inner, _ = home(model)  # PEFT's wrapper goes on saving its adapters
-    for name, method in {"save_pretrained": save_pretrained, "push_to_hub": push_to_hub}.items():
+    methods: dict[str, Any] = {"save_pretrained": save_pretrained, "push_to_hub": push_to_hub}
+    for name, method in methods.items():
         if hasattr(type(inner), name):
             vars(inner)[name] = partial(method, inner)
 
