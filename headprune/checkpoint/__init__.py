@@ -5,19 +5,18 @@ A folder holds the weights (``model.safetensors``, sharded where they are large)
 - ``headprune.json``: the class, how the model's modules differ from that class (`headprune.pruned`), which heads went;
 - ``README.md``: the model card (`card`);
 - ``headprune.safetensors``: the probe, a made-up input and the answers to it (`probe`);
-- for pruned transformers models that their stock class cannot represent (`stock_config`, `building`) ``modeling_headprune.py``, the code
-  that transformers runs for ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
+- for pruned transformers models that their stock class cannot represent (`stock`) ``modeling_headprune.py``, the code that transformers
+  runs for ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
 
 `saving` writes all of them, and `loading` loads a folder.
 """
 
-from headprune.checkpoint.building import check_attention, prove_same_answers, to_stock
 from headprune.checkpoint.card import add_figures, code, files_to_upload, metadata, upload
-from headprune.checkpoint.loading import about, damaged, is_checkpoint, load
-from headprune.checkpoint.probe import difference
-from headprune.checkpoint.remote_code import SIDECAR, LoadCall, load_call
+from headprune.checkpoint.loading import about, check_attention, damaged, is_checkpoint, load
+from headprune.checkpoint.probe import difference, prove_same_answers
+from headprune.checkpoint.remote_code import SIDECAR, LoadCall, NotStockError, load_call
 from headprune.checkpoint.saving import check_tied, install_save_methods, save, unite_tied
-from headprune.checkpoint.stock_config import NotStockError, StockCounts, pattern
+from headprune.checkpoint.stock import StockCounts, pattern, to_stock
 
 __all__ = [
     "SIDECAR", "LoadCall", "NotStockError", "StockCounts", "about", "add_figures", "check_attention", "check_tied", "code", "damaged", "difference",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.checkpoint import probe
-from headprune.checkpoint.building import skeleton
-from headprune.checkpoint.remote_code import SIDECAR, read_config
+from headprune.checkpoint.remote_code import SIDECAR, configs_in, own_class, read_config
 from headprune.checkpoint.saving import file_digests, install_save_methods
+from headprune.checkpoint.stock import empty_model
 from headprune.errors import HeadPruneError, first_line
 from headprune.files import read_json, recover_folder
 from headprune.fingerprint import has_identity
@@ -61,7 +63,7 @@ def load(
     _check_saved_here(path)
     sidecar = _sidecar(path)
     _check_files(path, sidecar, as_saved)
-    loaded = skeleton(path, sidecar, trust_remote_code) if model is None else model
+    loaded = _dense_model(path, sidecar, trust_remote_code) if model is None else model
     places, on_disk = _fill_as_saved(loaded, path, sidecar, device_map, max_memory)
     if device_map is None:
         loaded.to(device)
@@ -99,6 +101,15 @@ def damaged(path: str | Path, error: BaseException) -> HeadPruneError | None:
         return None
     message = f"The weights in {path} are damaged or cut short ({first_line(error)})."
     return HeadPruneError(message, "Copy, download or save it again.")
+
+
+def check_attention(source: str | Path, config: Any) -> None:
+    """Refuse a config that names an attention kernel from the Hub, since loading it runs code."""
+    names = {getattr(c, "_attn_implementation", None) for c in configs_in(config)}
+    if kernels := sorted(n for n in names if isinstance(n, str) and "/" in n):
+        message = f"{source} asks for the attention kernel {kernels[0]} from the Hub: code that would run here."
+        hint = "Look at it first; --trust-remote-code allows it for a dense model. Or take it out of the folder's JSON files."
+        raise HeadPruneError(message, hint)
 
 
 # -- what the folder says -------------------------------------------------------------------------
@@ -157,6 +168,62 @@ def _check_files(path: Path, sidecar: Mapping[str, Any], as_saved: bool) -> None
     if beside := [name for name in other if name != "config.json"]:
         text = f"not as saved: {', '.join(beside[:3])}. If that is no edit of yours, copy, download or save it again."
         warnings.warn(f"headprune: {path}: {text}", stacklevel=3)
+
+
+def _dense_model(path: Path, sidecar: Mapping[str, Any], trusted: bool) -> Any:
+    """The dense architecture without its weights, which are on the meta device."""
+    import transformers
+
+    qualified, attention = str(sidecar.get("class")), sidecar.get("attention")
+    own = not qualified.startswith("transformers.models.")  # whatever else a folder names is not imported
+    cls, file = _class_in(path, qualified, trusted) if own else _stock_class(qualified), path / "config.json"
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=own and trusted)
+    except Exception as error:
+        raise HeadPruneError(f"{file} does not load: {first_line(error)}.", "Save the model again.") from error
+    config._attn_implementation = attention = attention or getattr(config, "_attn_implementation", None)
+    check_attention(path, config)
+    try:
+        model = empty_model(cls, config, attention)
+        model.tie_weights()
+    except Exception as error:
+        message = f"{qualified} cannot be built from {file}: {first_line(error)}{probe.config_edits(path)}."
+        hint = "Put config.json back as it was, or use the transformers version that saved the model."
+        raise HeadPruneError(message, hint) from error
+    return model
+
+
+def _stock_class(qualified: str) -> Any:
+    """A model class of transformers, by its module: not every one is exported at the top."""
+    import transformers
+
+    module, _, name = qualified.rpartition(".")
+    with suppress(ImportError):
+        cls = getattr(importlib.import_module(module), name, None)
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls
+    version = transformers.__version__
+    raise HeadPruneError(f"This transformers ({version}) has no {qualified}.", "Use the version that saved the model.")
+
+
+def _class_in(path: Path, qualified: str, trusted: bool) -> Any:
+    """The class that came with the dense model, from the code that its config names; HeadPruneError if it names none, or that may not run."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    name = qualified.rpartition(".")[2]
+    instance = "Pass a fresh dense instance: headprune.load(path, model=YourModel(...))."
+    if (reference := own_class(read_config(path), name)) is None:
+        raise HeadPruneError(f"{path} holds a {qualified}, which headprune cannot build.", instance)
+    if not trusted:
+        hint = "Read that code; if you trust it, add --trust-remote-code (in Python trust_remote_code=True)."
+        message = f"{path} holds a {name}, a class that comes with the model, as code that was not run."
+        raise HeadPruneError(message, f"{hint} Or: {instance}")
+    try:
+        return get_class_from_dynamic_module(reference, str(path))
+    except Exception as error:  # code of any kind
+        message = f"The code that comes with {path} does not run: {type(error).__name__}: {first_line(error)}."
+        hint = "Put back the files that were saved with it, or install what it imports."
+        raise HeadPruneError(message, hint) from error
 
 
 # -- its weights ----------------------------------------------------------------------------------

@@ -15,18 +15,20 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headprune.checkpoint.remote_code import read_config
+from headprune.checkpoint.remote_code import NotStockError, read_config
 from headprune.errors import HeadPruneError, first_line
 from headprune.files import digest
 from headprune.fingerprint import tensor_bytes
 from headprune.input_specs import build, of_config, pack, record_specs, recorded, unpack, with_own_dtype
 from headprune.inputs import call, model_device, move, seeded, tensors
+from headprune.pruned import structure_of
 from headprune.running import attributes_kept, evaluating, full_precision, uncompiled
 from headprune.surgery import answers
 from headprune.surgery.evidence import gap, largest
@@ -184,6 +186,35 @@ def difference(actual: Sequence[Tensor], expected: Sequence[Tensor], scales: Seq
     scales = scales or [largest(t) if t.is_floating_point() else 0.0 for t in expected]
     pairs = zip(actual, expected, scales, strict=True)
     return max((gap(a.double(), b.double()) / max(scale, 1e-30) for a, b, scale in pairs), default=0.0)
+
+
+def prove_same_answers(model: nn.Module, stock: nn.Module) -> float:
+    """Compare two models' answers to a made-up input, and what goes into and comes out of every layer that was cut.
+
+    Returns:
+        The largest difference of their answers, as a share of that answer's largest value.
+
+    Raises:
+        NotStockError: They differ, or no input is known on which they could be compared.
+    """
+    names = [n for n, e in structure_of(model).get("modules", {}).items() if "tensors" in e]
+    tolerance = max(map(tolerance_of, (model, stock)))
+    coarser = tolerance_of(stock) > tolerance_of(model)  # in half precision it takes pixels as such
+    for spec in with_own_dtype(model, [*recorded(model), *of_config(model)]):
+        try:
+            with module_outputs(model, names) as model_outputs:
+                expected = run(model, build(spec))
+        except Exception:
+            continue
+        with module_outputs(stock, names) as stock_outputs:
+            answers = run(stock, build(with_own_dtype(stock, [spec])[-1 if coarser else 0]))
+        theirs, ours = (list(chain.from_iterable(outputs.values())) for outputs in (stock_outputs, model_outputs))
+        off, within = difference(answers, expected), difference(theirs, ours)
+        if off > tolerance or within > min(LAYERS * tolerance, COARSEST):
+            by = f"by {max(off, within):.2g} of the largest"
+            raise NotStockError(f"{type(stock).__name__} has the model's weights and gives other answers, {by}.")
+        return off
+    raise NotStockError("It is not known what the model takes, so it cannot be compared with its stock class.")
 
 
 def config_edits(folder: Path) -> str:

@@ -6,6 +6,7 @@ them. Each is the standard class, whose modules are changed after it was built (
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -16,10 +17,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from headprune.errors import HeadPruneError
 from headprune.files import read_json
 
 SIDECAR = "headprune.json"
-FILE = "modeling_headprune.py"
+MODULE = "modeling_headprune"
+FILE = f"{MODULE}.py"
 _SOURCES = ("modules", "hooks", "structure")  # of headprune.pruned, in the order in which they import each other
 
 
@@ -63,8 +68,7 @@ def load_call(folder: str | Path) -> LoadCall:
     except (ValueError, LookupError, TypeError):
         return LoadCall("")
     if "headprune" in config:
-        own = f"{FILE.removesuffix('.py')}.{name}"
-        auto = _usual((auto for auto, cls in maps.items() if cls == own), name)
+        auto = _usual((auto for auto, cls in maps.items() if cls == f"{MODULE}.{name}"), name)
         return LoadCall(auto, bool(auto), why)
     cls: Any = getattr(transformers, name, None)
     if getattr(cls, "config_class", None) is None:  # the name is from a file
@@ -106,11 +110,6 @@ def auto_classes(cls: type) -> dict[str, str]:
     return classes
 
 
-def auto_map(cls: type) -> dict[str, str]:
-    """``config.auto_map``: which class of the file serves which auto class."""
-    return {auto: f"{FILE.removesuffix('.py')}.{name}" for auto, name in auto_classes(cls).items()}
-
-
 def code_for(cls: type, version: str) -> str:
     """The file's text, for a class of transformers."""
     autos = auto_classes(cls)
@@ -120,6 +119,38 @@ def code_for(cls: type, version: str) -> str:
         auto=next((auto for auto, name in autos.items() if name == cls.__name__), "AutoModel"),
     )  # fmt: skip
     return text
+
+
+class NotStockError(HeadPruneError):
+    """The stock class cannot represent the pruned model; the text says why."""
+
+
+def dense_class(model: nn.Module) -> type:
+    """The class of a model; where that came out of the code that headprune put into a pruned folder, the class of transformers that
+    it builds on. Not so for other code: what a class adds to one of transformers may change its answers."""
+    cls = type(model)
+    if not cls.__module__.endswith(f".{MODULE}"):
+        return cls
+    return next((c for c in cls.__mro__ if is_stock(c)), cls)
+
+
+def is_stock(cls: type) -> bool:
+    """Whether a class is one of transformers' models."""
+    return cls.__module__.startswith("transformers.models.")
+
+
+def plain_config(model: nn.Module) -> Any:
+    """A copy of a model's config without what headprune added."""
+    config = copy.deepcopy(model.config)
+    for name in ("headprune", "auto_map"):
+        vars(config).pop(name, None)
+    return config
+
+
+def configs_in(config: Any) -> list[Any]:
+    """A config and those in it."""
+    below = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
+    return [config, *(c for sub in below if sub is not None for c in configs_in(sub))]
 
 
 @cache

@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from headprune import __version__
 from headprune.checkpoint import probe, remote_code
-from headprune.checkpoint.building import to_stock
 from headprune.checkpoint.card import CARD, add_tags, origin_of, upload, write_card
-from headprune.checkpoint.remote_code import SIDECAR
-from headprune.checkpoint.stock_config import NotStockError, dense_class, is_stock
+from headprune.checkpoint.remote_code import SIDECAR, NotStockError, dense_class, is_stock
+from headprune.checkpoint.stock import to_stock
 from headprune.errors import HeadPruneError
 from headprune.files import atomic_folder, digest, write_file, write_json
 from headprune.fingerprint import fingerprint, is_wrapper
@@ -90,10 +89,10 @@ def install_save_methods(model: nn.Module) -> None:
     a repair added. Trainer and others call it. Copies and pickles of the model save themselves, too.
     """
     inner, _ = home(model)  # PEFT's wrapper goes on saving its adapters
-    methods: list[Callable[..., Any]] = [save_pretrained, push_to_hub]
-    for method in methods:
-        if hasattr(type(inner), method.__name__):
-            vars(inner)[method.__name__] = partial(method, inner)
+    methods: dict[str, Any] = {"save_pretrained": save_pretrained, "push_to_hub": push_to_hub}
+    for name, method in methods.items():
+        if hasattr(type(inner), name):
+            vars(inner)[name] = partial(method, inner)
 
 
 def save_pretrained(
@@ -256,7 +255,8 @@ def _write_config(model: Any, folder: Path, cls: type, dtype: torch.dtype, struc
     config: Any = copy.deepcopy(model.config)
     config.architectures, config.dtype = [cls.__name__], dtype
     if structure and is_stock(cls):
-        config.headprune, config.auto_map = structure, remote_code.auto_map(cls)
+        config.headprune, classes = structure, remote_code.auto_classes(cls)
+        config.auto_map = {auto: f"{remote_code.MODULE}.{name}" for auto, name in classes.items()}
         write_file(folder / remote_code.FILE, remote_code.code_for(cls, __version__))
     else:
         (folder / remote_code.FILE).unlink(missing_ok=True)  # of another model that was saved there

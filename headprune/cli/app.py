@@ -103,16 +103,13 @@ def _root(
     pass
 
 
-_WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-
-
 def wait_asleep() -> None:
     """Let OpenMP's threads sleep soon while they wait, unless the user set how they wait; call it before torch is imported.
 
     Threads that spin keep those of other programs, and their own, from the cores: on a busy machine small work took thirty times as long.
     Threads that never spin (OMP_WAIT_POLICY=PASSIVE) are slower on an idle one.
     """
-    if not any(name in os.environ for name in _WAITS):
+    if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"}:
         # Turns of a loop, in libgomp, which PyTorch has on Linux; its own count is 300,000.
         os.environ["GOMP_SPINCOUNT"] = "10000"
 

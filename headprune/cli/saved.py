@@ -8,17 +8,7 @@ from typing import Annotated
 
 import typer
 
-from headprune.app.options import (
-    DataOptions,
-    Device,
-    FinetuneOptions,
-    LoadOptions,
-    Mixture,
-    Options,
-    TaskName,
-    Trust,
-    check_values,
-)  # fmt: skip
+from headprune.app.options import DataOptions, Device, FinetuneOptions, LoadOptions, Mixture, Options, TaskName, Trust
 from headprune.cli import tables
 from headprune.cli.app import command
 from headprune.cli.options import Console, Model, NoResume, Overwrite, Saved, Typed, output_option, over
@@ -50,6 +40,7 @@ def finetune(
 ) -> None:
     """Train a pruned model, with distillation from the dense one, and measure all three."""
     from headprune.app import finetune_run as room
+    from headprune.app.options import check_values
     from headprune.app.report import finetune_table
     from headprune.app.sources import pruned_in
 

@@ -57,10 +57,8 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
     try:
         with aside:
             if session.__doc__ is None:
-                raise HeadPruneError(
-                    "This Python drops docstrings (-OO, or PYTHONOPTIMIZE=2), and transformers loads no model without its own.",
-                    "Use -O, or leave it out.",
-                )
+                why = "This Python drops docstrings (-OO, or PYTHONOPTIMIZE=2), and transformers loads no model without its own."
+                raise HeadPruneError(why, "Use -O, or leave it out.")
             quieten(manner.verbose)
             from headprune.parallel import launcher_ranks
 
@@ -107,7 +105,7 @@ class NullOutput(io.TextIOWrapper):
 
 def hush() -> None:
     """Let this process print nothing, if a launcher started several and it is not the first."""
-    if not any(name in os.environ for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")):
+    if not os.environ.keys() & {"WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"}:
         return  # so that `headprune --help` does not wait for torch
     from headprune.parallel import place
 
@@ -128,9 +126,8 @@ def say_size(console: Console, size: int) -> None:
     if size > 1:
         console.say(f"{size} processes share out the work.")
     elif os.environ.get("ACCELERATE_USE_CPU") and os.environ.get("MASTER_PORT"):
-        console.say(
-            "accelerate launch --cpu starts one process, whatever --num_processes says. For several: torchrun --nproc-per-node N."
-        )
+        several = "For several: torchrun --nproc-per-node N."
+        console.say(f"accelerate launch --cpu starts one process, whatever --num_processes says. {several}")
 
 
 def quieten(verbose: bool) -> None:
@@ -246,9 +243,9 @@ class Output:
             raise
         except OSError as error:
             if self._results:
+                message = f"What this command prints could not be written to stdout: {error.strerror or error}."
                 raise HeadPruneError(
-                    f"What this command prints could not be written to stdout: {error.strerror or error}.",
-                    "Send it elsewhere; files that the command writes are complete.",
+                    message, "Send it elsewhere; files that the command writes are complete."
                 ) from error
             self.lost = True
             return None

@@ -62,9 +62,9 @@ def export(
     check_model(model)
     path = Path(path)
     chosen = check_place(path, to, dtype, overwrite)
-    for where, parameter in model.named_parameters():
-        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
-            kind = f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"
+    for where, p in model.named_parameters():
+        if p.dtype != torch.float32 or p.device.type != "cpu":
+            kind = f"{str(p.dtype).removeprefix('torch.')} on {p.device}"
             message = f"{where} is {kind}: the file is compared with a model in float32 on a CPU."
             raise HeadPruneError(message, 'Pass model.to("cpu").float(), and dtype= for what the file stores.')
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,8 +145,7 @@ def stock(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -
             parameter.data = parameter.data.to(getattr(torch, dtype))
     save(same, path, processor=processor, overwrite=True, about={"exported": name})
     loaded = type(same).from_pretrained(path, attn_implementation=same.config._attn_implementation).eval()
-    difference = prove_same_answers(model, loaded)
-    loads = load_call(path).code()
+    difference, loads = prove_same_answers(model, loaded), load_call(path).code()
     size = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
     facts = {"bytes": size, "dtype": dtype, "difference": difference, "loads": loads}
     summary = f"{size / 1e6:,.0f} MB, {dtype}; loads with {loads}: answers within {difference:.1g} of the largest"

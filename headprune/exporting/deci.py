@@ -119,17 +119,15 @@ def verify(model: Any, decoder: Decoder, ids: Tensor) -> Tensor:
             why = "does not compute what deci does: another scale, activation or kind of positions"
             raise _misfit(f"Layer {index} of {type(model).__name__} {why}.")
     gaps = (rendered - expected).abs().amax(-1)
-    near = bool((gaps <= TOLERANCE).all())
-    if not near and not bool((gaps <= (NOISE * sensitivity(decoder, ids)).clamp(min=TOLERANCE)).all()):
+    if not (gaps <= TOLERANCE).all() and not (gaps <= (NOISE * sensitivity(decoder, ids)).clamp(min=TOLERANCE)).all():
         why = f"does not compute what deci does: log-probabilities are {gaps.max():.2g} off"
         raise _misfit(f"After its last layer {type(model).__name__} {why}.")
     return expected[-1]
 
 
-Rendered = tuple[list[Tensor], Tensor]
-
-
-def render(decoder: Decoder, ids: Tensor, dtype: torch.dtype = torch.float32, nudge: float = 0.0) -> Rendered:
+def render(
+    decoder: Decoder, ids: Tensor, dtype: torch.dtype = torch.float32, nudge: float = 0.0
+) -> tuple[list[Tensor], Tensor]:
     """llama.cpp's graph of a file, in PyTorch.
 
     Args:
@@ -231,26 +229,20 @@ def _count(decoder: Decoder, index: int, constant: Tensor | None) -> None:
             del tensors[name]
         _add_constant(decoder, index, bias if bias is not None and bool(bias.any()) else None)
     attends = f"{block}attn_output.weight" in tensors
-    needed = [part for part in _PARTS if attends or part.startswith("ffn")]
-    if lost := [part for part in needed if f"{block}{part}.weight" not in tensors]:
+    rows = {part: tensors[f"{block}{part}.weight"].shape[0] for part in _PARTS if f"{block}{part}.weight" in tensors}
+    if lost := [part for part in _PARTS if (attends or part.startswith("ffn")) and part not in rows]:
         raise _misfit(f"Layer {index} has no {lost[0]}.weight, which llama.cpp's deci needs.")
-    heads, kv_heads = _heads(decoder, index) if attends else (0, 0)
-    decoder.heads.append(heads)
-    decoder.kv_heads.append(kv_heads)
-    decoder.feed_forward.append(tensors[f"{block}ffn_gate.weight"].shape[0])
-
-
-def _heads(decoder: Decoder, index: int) -> tuple[int, int]:
-    """The numbers of query and of key/value heads in a layer."""
+    queries, keys, values = (rows[f"attn_{name}"] if attends else 0 for name in "qkv")
     width = decoder.head_dim
-    queries, keys, values = (decoder.tensors[f"blk.{index}.attn_{n}.weight"].shape[0] for n in "qkv")
     heads, kv_heads = queries // width, keys // width
     whole = (heads * width, kv_heads * width, kv_heads * width) == (queries, keys, values)
-    if not whole or not kv_heads or heads % kv_heads:
+    if attends and (not whole or not kv_heads or heads % kv_heads):
         have = f"{queries} query, {keys} key and {values} value features"
         message = f"Layer {index}: {have} are not heads of {width} features that share key/value heads evenly, as llama.cpp needs."
         raise HeadPruneError(message, "Prune as many query heads from every key/value group, or whole groups.")
-    return heads, kv_heads
+    decoder.heads.append(heads)
+    decoder.kv_heads.append(kv_heads)
+    decoder.feed_forward.append(rows["ffn_gate"])
 
 
 def _add_constant(decoder: Decoder, index: int, bias: Tensor | None) -> None:

@@ -9,8 +9,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,14 @@ class Session(nn.Module):
 
     def __init__(self, path: Path, exact: bool = True) -> None:
         super().__init__()
-        engine, file = _engine_of(path)
-        if engine is None:
+        self._path, (self._name, file) = path, _engine_of(path)
+        if not self._name:
             raise HeadPruneError(f"{path} is no file of an engine.", "Name an .onnx file, or OpenVINO's folder.")
         if not file.is_file():
             raise HeadPruneError(f"{path} does not exist.", "headprune export MODEL writes such a file.")
-        self._path, self._name = path, engine
         with self._explain_errors("read"):
-            self.inputs, self._run = _ENGINES[engine](file, exact)
-        self.engine = f"{engine} {importlib.metadata.version(engine)}"
+            self.inputs, self._run = _onnxruntime(file) if self._name == "onnxruntime" else _openvino(file, exact)
+        self.engine = f"{self._name} {importlib.metadata.version(self._name)}"
 
     def forward(self, **given: Tensor) -> list[Tensor]:
         """Other inputs than the file takes are ignored."""
@@ -72,18 +72,18 @@ class Session(nn.Module):
 
 def is_exported(path: Path) -> bool:
     """Whether an engine's file or folder is meant, not a model of transformers."""
-    return _engine_of(path)[0] is not None
+    return bool(_engine_of(path)[0])
 
 
-def _engine_of(path: Path) -> tuple[str | None, Path]:
-    """The engine of a path, and the file that it is to read."""
+def _engine_of(path: Path) -> tuple[str, Path]:
+    """The engine of a path ("" for none), and the file that it is to read."""
     if path.suffix == ".onnx":
         return "onnxruntime", path
     models = [path] if path.suffix == ".xml" else sorted(path.glob("*.xml")) if path.is_dir() else []
-    return ("openvino", models[0]) if len(models) == 1 else (None, path)
+    return ("openvino", models[0]) if len(models) == 1 else ("", path)
 
 
-def _onnxruntime(file: Path, exact: bool) -> Any:
+def _onnxruntime(file: Path) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -95,7 +95,7 @@ def _onnxruntime(file: Path, exact: bool) -> Any:
         dtype = getattr(torch, node.type.removeprefix("tensor(").removesuffix(")"))
         # PyTorch writes sizes that it finds to be fixed as text.
         inputs[node.name] = dtype, [int(size) if str(size).isdigit() else size for size in node.shape]
-    return inputs, lambda arrays: loaded.run(None, arrays)
+    return inputs, partial(loaded.run, None)
 
 
 def _openvino(file: Path, exact: bool) -> Any:
@@ -117,9 +117,6 @@ def _openvino(file: Path, exact: bool) -> Any:
         return [results[i].copy() for i in range(len(compiled.outputs))]
 
     return inputs, run
-
-
-_ENGINES: dict[str, Callable[[Path, bool], Any]] = {"onnxruntime": _onnxruntime, "openvino": _openvino}
 
 
 def complete(

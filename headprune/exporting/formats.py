@@ -100,7 +100,6 @@ def format_named(name: str) -> Format:
         HeadPruneError: There is none of that name, or a package that it needs is not installed.
     """
     chosen = registered(FORMATS, "export format", name)
-    for package in chosen.needs:
-        if importlib.util.find_spec(package) is None:
-            raise HeadPruneError(f"To write {name}, {package} must be installed.", f'pip install "headprune[{name}]"')
+    if missing := [package for package in chosen.needs if importlib.util.find_spec(package) is None]:
+        raise HeadPruneError(f"To write {name}, {missing[0]} must be installed.", f'pip install "headprune[{name}]"')
     return chosen

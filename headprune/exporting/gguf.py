@@ -62,7 +62,9 @@ def gguf(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) ->
     writer = GGUFWriter(path, "deci")
     writer.add_name(name)
     pre, notes = _add_vocabulary(writer, processor, decoder.vocabulary)
-    _check_range(decoder, kind)
+    for weight, value in decoder.tensors.items():
+        if not bool(torch.isfinite(value.to(kind) if value.ndim > 1 else value).all()):
+            raise HeadPruneError(f"{weight} holds numbers too large for {kind}, or infinite.", "Use --dtype float32.")
     prompts = _prompts(model, processor, decoder)
     _write(writer, decoder, kind)
     size, proved = path.stat().st_size, importlib.util.find_spec("xllamacpp") is not None
@@ -74,13 +76,6 @@ def gguf(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) ->
         off = f"log-probabilities within {proof['largest_difference']:.1g} of the model's on {proof['prompts']} prompts"
         tried = f"tried in llama.cpp ({proof['engine']}): {off}"
     return Exported(path, "gguf", proved, f"{size / 1e6:,.0f} MB, {dtype}; {tried}", facts, (*decoder.notes, *notes))
-
-
-def _check_range(decoder: deci.Decoder, dtype: torch.dtype) -> None:
-    """Refuse weights that are no numbers, or would not be any more once they are rounded."""
-    for name, value in decoder.tensors.items():
-        if not bool(torch.isfinite(value.to(dtype) if value.ndim > 1 else value).all()):
-            raise HeadPruneError(f"{name} holds numbers too large for {dtype}, or infinite.", "Use --dtype float32.")
 
 
 def _prompts(model: nn.Module, tokenizer: Any, decoder: deci.Decoder) -> list[Prompt]:
@@ -184,8 +179,7 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> tuple[str, list[s
     """
     from gguf import SpecialVocab
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         raise HeadPruneError("There is no tokenizer with a tokenizer.json.", "Save one into the model's folder.")
     data = json.loads(backend.to_str())
     model = data["model"]
@@ -250,9 +244,7 @@ def _pre_tokenizer(data: dict[str, Any]) -> tuple[str, bool]:
 
 def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
     """The steps of a normalizer or pre-tokenizer."""
-    if step is None:
-        return []
-    return list(step[parts]) if step["type"] == "Sequence" else [step]
+    return [] if step is None else list(step[parts]) if step["type"] == "Sequence" else [step]
 
 
 def _step_name(step: dict[str, Any]) -> str:

@@ -1,39 +1,51 @@
-"""ONNX files, which onnxruntime and many other engines run; and OpenVINO's folders, which are made of them."""
+"""ONNX files, which onnxruntime and many other engines run; and OpenVINO's folders, which are made of them.
+
+A model is traced by `torch.export` as a function from tensors to tensors, with the sizes left free that the model leaves free.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from headprune import __version__
 from headprune.checkpoint import difference
 from headprune.errors import HeadPruneError, first_line
 from headprune.exporting.engines import Session
 from headprune.exporting.formats import Exported, exporter
-from headprune.exporting.graph import BATCH, FlatModel, Graph, flat_model, graphs, traceable
-from headprune.inputs import map_tensors, writes
+from headprune.input_specs import build, of_config, recorded
+from headprune.inputs import LABELS, Example, call, is_encoder_decoder, map_tensors, tensors, unlabelled, writes
+from headprune.running import attributes_kept, uncached, uncompiled
 
+BATCH, LENGTH = "batch", "length"
 TOLERANCE = 1e-4  # of an answer's largest value, for a file in float32
 _ROUNDED = 4  # times what rounding does to the answers is allowed where weights are stored in half
 # The sizes that a file is tried with, of the batch and of lengths: so many times the traced size, and so much more.
 _SIZES = (((1, 0), (1, 0)), ((0, 1), (1, 0)), ((0, 1), (0, 1)), ((1, 1), (2, 1)), ((1, 1), (1, 1)))
 
-Load = Callable[[Path], Session]
-"""An ONNX file to what runs it."""
-
 
 @exporter("onnx", ".onnx", needs=("onnx", "onnxscript", "onnxruntime"), dtypes=("float32", "float16"), as_stored=False)
 def onnx(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -> Exported:
     """A file for onnxruntime and other engines (any model that torch.export takes; batch and lengths stay free)."""
-    function = flat_model(model, processor)
-    traced = function if dtype == "float32" else _half(function)
+    function = traced = flat_model(model, processor)
+    if dtype == "float16":
+        try:
+            example = map_tensors(function.example, lambda t: t.half() if t.is_floating_point() else t)
+            traced = FlatModel(copy.deepcopy(model).half(), example)
+        except Exception as error:
+            message = f"{type(model).__name__} does not run in float16: {type(error).__name__}: {first_line(error)}"
+            raise HeadPruneError(message, "Use --dtype float32.") from error
     return _export(path, dtype, path, Session, function, traced, traced)
 
 
@@ -54,26 +66,15 @@ def openvino(model: nn.Module, path: Path, processor: Any, dtype: str, name: str
         return _export(path, dtype, Path(folder, "model.onnx"), load, function, function, rounded)
 
 
-def _half(function: FlatModel) -> FlatModel:
-    """A model in half precision, inputs and all."""
-    try:
-        example = map_tensors(function.example, lambda t: t.half() if t.is_floating_point() else t)
-        return FlatModel(copy.deepcopy(function.model).half(), example)
-    except Exception as error:
-        why = f"{type(error).__name__}: {first_line(error)}"
-        message = f"{type(function.model).__name__} does not run in float16: {why}"
-        raise HeadPruneError(message, "Use --dtype float32.") from error
-
-
 def _export(
-    path: Path, dtype: str, file: Path, load: Load, function: FlatModel, traced: FlatModel, rounded: FlatModel
+    path: Path, dtype: str, file: Path, load: Any, function: FlatModel, traced: FlatModel, rounded: FlatModel
 ) -> Exported:
     """Write an ONNX file that gives the model's answers in an engine, with as many free sizes as it can have.
 
     Args:
         path: What is exported: the file, or a folder.
         file: Where the ONNX file goes.
-        load: The file in its engine.
+        load: Takes the ONNX file, and returns its `Session`.
         function: The model, in float32.
         traced: What the graph is made of.
         rounded: What rounding of the weights makes of the model: this much may the answers differ.
@@ -96,12 +97,11 @@ def _export(
     sizes = [[d if isinstance(d, int) else str(d.subs(plain)) for d in dims] for dims in graph.dims]
     inputs = dict(zip(function.inputs, sizes, strict=True))
     shapes = ", ".join(f"{name} [{', '.join(map(str, shape))}]" for name, shape in inputs.items())
-    form, where = f"{shapes} to {', '.join(function.outputs)}", f"{proof['engine']} on {len(proof['shapes'])} shapes"
-    tried = f"tried in {where}: answers within {proof['largest_difference']:.1g} of their largest value"
-    summary = f"{size / 1e6:,.1f} MB, {dtype}; {form}; {tried}"
+    tried = f"tried in {proof['engine']} on {len(proof['shapes'])} shapes: answers within {proof['largest_difference']:.1g} of their largest value"
+    summary = f"{size / 1e6:,.1f} MB, {dtype}; {shapes} to {', '.join(function.outputs)}; {tried}"
     facts = {"dtype": dtype, "bytes": size, "inputs": inputs, "outputs": function.outputs, "proof": proof}
-    note = "The file computes whole sequences; it holds no cache of keys and values for generating text."
-    return Exported(path, "onnx", True, summary, facts, (note,) if writes(function.model) else ())
+    note = ("The file computes whole sequences; it holds no cache of keys and values for generating text.",)
+    return Exported(path, "onnx", True, summary, facts, note if writes(function.model) else ())
 
 
 def _convert(graph: Graph, function: FlatModel, file: Path) -> None:
@@ -119,6 +119,206 @@ def _convert(graph: Graph, function: FlatModel, file: Path) -> None:
             raise HeadPruneError(message, hint) from error
         converted.model.producer_name, converted.model.producer_version = "headprune", __version__
         converted.save(file)
+
+
+class FlatModel(nn.Module):
+    """A model as a function from tensors to tensors, both in a fixed order.
+
+    Attributes:
+        example: Inputs that the model takes.
+        inputs, outputs: Names of the tensors: arguments of the model's ``forward``, fields of its output.
+    """
+
+    def __init__(self, model: nn.Module, example: Example) -> None:
+        super().__init__()
+        self.model, self.example, named = model, example, example
+        if not isinstance(example, Mapping):
+            positional = (example,) if isinstance(example, Tensor) else example
+            named = inspect.signature(model.forward).bind(*positional).arguments
+        self.inputs = [name for name, _ in _leaves(named, "input")]
+        outputs = [name for name, _ in _outputs(call(model, example))]
+        self.outputs = [f"{name}_out" if name in self.inputs else name for name in outputs]
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        left = iter(given)
+        example = map_tensors(self.example, lambda _: next(left))
+        return tuple(t for _, t in _outputs(call(self.model, example)))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A traced model.
+
+    Attributes:
+        program: A `torch.export.ExportedProgram` of a `FlatModel`.
+        example: The inputs that it was traced with.
+        dims: Of every input, each dimension: a number, or an expression (of sympy) in the free sizes.
+        names: What the free sizes are called: batch, length, …
+        sizes: The free sizes' values in the trace.
+    """
+
+    program: Any
+    example: list[Tensor]
+    dims: list[list[Any]]
+    names: dict[Any, str]
+    sizes: dict[Any, int]
+
+
+def flat_model(model: nn.Module, processor: Any = None) -> FlatModel:
+    """A model with inputs that it takes: of the form that it was pruned with, or that its config names.
+
+    Args:
+        processor: Its tokenizer: what that gives beside, such as token types, is an input too where the form is not known.
+
+    Raises:
+        HeadPruneError: It is not known what it takes.
+    """
+    reason = ""
+    for example in _examples(model, processor):
+        try:
+            return FlatModel(model, example)
+        except Exception as error:  # a model may refuse an input with any error
+            reason = reason or f" It did not run on a made-up input ({type(error).__name__}: {first_line(error)})."
+    hint = "Export a model that headprune has pruned or saved with an example: it remembers what that looked like."
+    raise HeadPruneError(f"It is not known what {type(model).__name__} takes.{reason}", hint)
+
+
+def graphs(function: FlatModel) -> Iterator[Graph]:
+    """The model traced with as many free sizes as it can have, then with fewer: for the first that works.
+
+    Raises:
+        HeadPruneError: `torch.export` does not take the model, whatever is fixed.
+    """
+    example, auto = tensors(function.example), torch.export.Dim.AUTO  # torch.export fixes sizes that the model fixes
+    lengths = tuple(t.ndim if t.ndim < 4 else 1 for t in example)
+    choices = dict.fromkeys((lengths, tuple(min(t.ndim, 1) for t in example), (0,) * len(example)))
+    failed: list[Exception] = []
+    for dims in choices:
+        try:
+            graph = _trace(function, example, [dict.fromkeys(range(most), auto) for most in dims])
+        except Exception as error:
+            failed.append(error)
+        else:
+            yield graph
+    if len(failed) == len(choices):
+        message = f"torch.export does not take {type(function.model).__name__}: {type(failed[0]).__name__}: {first_line(failed[0])}"
+        hint = "Try the dense model: where that fails too, PyTorch's exporter does not know something that it does."
+        raise HeadPruneError(message, hint) from failed[0]
+
+
+@contextmanager
+def traceable(model: Any) -> Iterator[None]:
+    """A model as a trace needs it while the context lasts: no cache, no fused layers, experts of which all shapes are known."""
+    experts = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else None
+    with ExitStack() as stack:
+        if experts is not None:
+            stack.callback(model.set_experts_implementation, experts)
+            model.set_experts_implementation("batched_mm")
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        with uncached(model), attributes_kept(model), uncompiled():
+            yield
+
+
+class _PlainAttention(TorchFunctionMode):
+    """`scaled_dot_product_attention` in plain operations, and zeros for a token that sees none, as PyTorch has it.
+
+    What PyTorch's exporter puts in its place takes 4 % longer in onnxruntime (a BERT), and computes a softmax over nothing for such tokens.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = _attention if func is torch._C._nn.scaled_dot_product_attention else func
+        return plain(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: Any = 0.0, is_causal: Any = False, **more: Any
+) -> Any:
+    scale = more.get("scale")
+    if more.get("enable_gqa"):
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is None:
+        return scores.softmax(-1) @ value
+    if attn_mask.dtype == torch.bool:
+        blind, scores = ~attn_mask.any(-1, keepdim=True), scores.masked_fill(~attn_mask, float("-inf"))
+    else:
+        blind, scores = attn_mask.amax(-1, keepdim=True) == float("-inf"), scores + attn_mask
+    return (scores.softmax(-1) @ value).masked_fill(blind, 0.0)
+
+
+def _trace(function: FlatModel, example: list[Tensor], free: list[dict[int, Any]]) -> Graph:
+    with traceable(function.model), _PlainAttention():
+        program = torch.export.export(function, tuple(example), dynamic_shapes=(tuple(free),))
+    inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"][-len(example) :]
+    expressions = [[d if isinstance(d, int) else d.node.expr for d in value.shape] for value in inputs]
+    dims = [[d if getattr(d, "free_symbols", None) else int(d) for d in own] for own in expressions]
+    names, sizes = dict[Any, str](), dict[Any, int]()
+    for name, t, own in zip(function.inputs, example, dims, strict=True):
+        for d, size in enumerate(own):
+            for symbol in getattr(size, "free_symbols", ()):
+                length = f"{name}_{LENGTH if d == 1 else d}" if LENGTH in names.values() else LENGTH
+                names.setdefault(symbol, length if d else BATCH)
+            if size in names:
+                sizes[size] = t.shape[d]
+    return Graph(program, example, dims, names, sizes)
+
+
+def _examples(model: nn.Module, processor: Any) -> Iterator[Example]:
+    """Inputs that a model may take, without labels, the fullest first; a decoder that reads its tokens off the labels gets these tokens."""
+    # A service passes on what the tokenizer gives. Without token types, pairs of texts would get other answers. Models that write text are
+    # called without.
+    try:
+        given = [] if writes(model) else list(processor("a"))
+    except Exception:  # no tokenizer, an image processor, or one that takes texts in another form
+        given = []
+    parameters = inspect.signature(model.forward).parameters
+    more = [name for name in given if name in parameters and name not in LABELS]
+    mask = ["attention_mask"] if "attention_mask" in parameters else []
+    forms = [(form, mask) for form in recorded(model)]
+    forms += [(form, names) for names in (mask + more, mask) for form in of_config(model)]
+    for form, names in forms:
+        example = build(form)
+        if isinstance(example, Mapping):
+            labels, example = example.get("labels"), unlabelled(example)
+            reads_labels = is_encoder_decoder(model) and not any(k.startswith("decoder_input") for k in example)
+            if reads_labels and isinstance(labels, Tensor):
+                example["decoder_input_ids"] = labels.clamp(min=0)
+            if isinstance(ids := example.get("input_ids"), Tensor):
+                filled = {name: torch.full_like(ids, "mask" in name) for name in names if name not in example}
+                yield _two_rows({**example, **filled})
+        yield _two_rows(example)
+        yield example
+
+
+def _two_rows(example: Any) -> Any:
+    """An example with two rows where it has one: torch.export takes 1 for a size that is fixed."""
+    alone = all(len(t) == 1 for t in tensors(example) if t.ndim)
+    return map_tensors(example, lambda t: torch.cat([t, t.roll(1, -1)]) if t.ndim else t) if alone else example
+
+
+def _outputs(output: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a model's output, by name; caches are left out."""
+    if not isinstance(output, Mapping | Tensor | tuple | list) and hasattr(output, "__dict__"):
+        output = vars(output)
+    if isinstance(output, Mapping):
+        output = {k: v for k, v in output.items() if k != "past_key_values"}
+    return _leaves(output, "output")
+
+
+def _leaves(value: Any, name: str) -> list[tuple[str, Tensor]]:
+    """Tensors and their names, in the order of `headprune.inputs.tensors`."""
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    if isinstance(value, Mapping):
+        parts = [(str(k) if name in ("input", "output") else f"{name}_{k}", v) for k, v in value.items()]
+    elif isinstance(value, tuple | list):
+        parts = [(f"{name}_{i}", v) for i, v in enumerate(value)]
+    else:
+        return []
+    return [leaf for key, part in parts for leaf in _leaves(part, key)]
 
 
 def prove(session: Session, graph: Graph, function: FlatModel, rounded: FlatModel) -> dict[str, Any]:
@@ -147,8 +347,9 @@ def prove(session: Session, graph: Graph, function: FlatModel, rounded: FlatMode
                 raise HeadPruneError(message, "Report it, with the model's name, and torch's and onnxscript's version.")
             worst, bound = max(worst, off), max(bound, allowed)
     if not shapes:
-        message = "The model took none of the inputs that the file was to be tried on."
-        raise HeadPruneError(message, "Report it, with the model's name.")
+        raise HeadPruneError(
+            "The model took none of the inputs to try the file on.", "Report it, with the model's name."
+        )
     return {"engine": session.engine, "largest_difference": worst, "allowed": bound, "shapes": shapes}
 
 

@@ -1,7 +1,7 @@
-"""A config with which a stock class has the tensors of a pruned model, found by trying: names and shapes alone, without weights.
+"""A pruned model as an instance of its stock class, proved equal.
 
 A stock class has one number of heads (and of key/value heads) for all layers, out of its config. No list says which classes can
-have which: configs are tried, and `headprune.checkpoint.building` proves a model that was made with one.
+have which: configs are tried on models without weights, until names and shapes of tensors fit; then answers are compared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import Layers
-from headprune.errors import HeadPruneError, first_line
-from headprune.pruned import add_biases, from_ranges, restructure, structure_of
+from headprune.checkpoint.probe import difference, prove_same_answers
+from headprune.checkpoint.remote_code import NotStockError, configs_in, dense_class, is_stock, plain_config
+from headprune.errors import first_line
+from headprune.input_specs import record_specs, recorded
+from headprune.inputs import model_device
+from headprune.offload import Offloaded, copied, is_dispatched, is_elsewhere, put
+from headprune.pruned import add_biases, add_record, from_ranges, record_of, restructure, structure_of
 from headprune.pruned.structure import Structure
 from headprune.surgery import remove
+from headprune.surgery.proof import tolerance_of
 from headprune.surgery.removal import ways
 
 TRIED = 48  # configs, at most
@@ -36,10 +42,6 @@ Change = dict[Field, Any]
 """New values of fields."""
 Built = dict[tuple[Any, ...], tuple[Any, nn.Module]]
 """Configs and models without weights, by the change that made them."""
-
-
-class NotStockError(HeadPruneError):
-    """The stock class cannot represent the pruned model; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,32 @@ class StockCounts:
         return StockCounts(with_biases, self.layers).config_without(fewest) is not None
 
 
+def to_stock(model: nn.Module) -> Any:
+    """The pruned model as one of its stock class: what `from_pretrained` would make of its folder.
+
+    It shares the model's weights, so it takes hardly any memory; the model stays as it is.
+
+    Raises:
+        NotStockError: The class cannot represent it, or does not give its answers.
+    """
+    why = None
+    for candidate in stock_configs(model):
+        try:
+            stock = _filled(model, candidate)
+            prove_same_answers(model, stock)
+        except NotStockError as error:
+            why = why or error
+        except Exception as error:
+            cls, fields = candidate.cls.__name__, candidate.fields
+            why = why or NotStockError(f"{cls} with {fields} does not run: {first_line(error)}.")
+        else:
+            add_record(stock, record_of(model))
+            record_specs(stock, recorded(model))
+            return stock
+    assert why is not None
+    raise why
+
+
 def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[StockConfig]:
     """The configs with which a pruned model's class has its tensors, by name and shape, most likely ones first.
 
@@ -149,34 +177,6 @@ def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[Stoc
         raise NotStockError(f"{cls.__name__} cannot represent it: {why}.")
 
 
-def dense_class(model: nn.Module) -> type:
-    """The class of a model; where that came out of the code that headprune put into a pruned folder, the class of transformers that
-    it builds on. Not so for other code: what a class adds to one of transformers may change its answers."""
-    cls = type(model)
-    if not cls.__module__.endswith(".modeling_headprune"):
-        return cls
-    return next((c for c in cls.__mro__ if is_stock(c)), cls)
-
-
-def is_stock(cls: type) -> bool:
-    """Whether a class is one of transformers' models."""
-    return cls.__module__.startswith("transformers.models.")
-
-
-def plain_config(model: nn.Module) -> Any:
-    """A copy of a model's config without what headprune added."""
-    config = copy.deepcopy(model.config)
-    for name in ("headprune", "auto_map"):
-        vars(config).pop(name, None)
-    return config
-
-
-def configs_in(config: Any) -> list[Any]:
-    """A config and those in it."""
-    below = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
-    return [config, *(c for sub in below if sub is not None for c in configs_in(sub))]
-
-
 def on_meta(cls: Any, config: Any) -> nn.Module:
     """A model of a class without weights."""
     from transformers.initialization import no_init_weights
@@ -218,8 +218,9 @@ def _shares(model: nn.Module, dense: nn.Module, structure: Structure) -> set[Fra
         for tensor, shape in entry.get("tensors", {}).items():
             old = {**module._parameters, **module._buffers}.get(tensor)
             pairs += [] if old is None else list(zip(shape, old.shape, strict=False))
-        numbers = [(new, old) for new, old in pairs if isinstance(old, int) and old and new and new != old]
-        shares = frozenset(Fraction(new, old) for new, old in numbers)
+        shares = frozenset(
+            Fraction(new, old) for new, old in pairs if isinstance(old, int) and old and new and new != old
+        )
         other, others = first.setdefault((pattern(name), type(module)), (name, shares))
         if shares != others:
             both = ", ".join(" and ".join(map(str, sorted(each))) or "all" for each in (others, shares))
@@ -284,11 +285,8 @@ def _widths(parts: Sequence[Any], new: Change) -> Change:
     return dict(widths)
 
 
-Fit = tuple[dict[str, tuple[int, tuple[int, ...]]], dict[str, torch.Size], tuple[str, ...]]
-
-
-def _fit(model: nn.Module, like: nn.Module, structure: Structure) -> Fit:
-    """What of the model's tensors is to be cut, filled in and left out for a class that has the shapes of ``like``.
+def _fit(model: nn.Module, like: nn.Module, structure: Structure) -> tuple[Any, Any, Any]:
+    """What of the model's tensors a class that has the shapes of ``like`` takes otherwise: `StockConfig`'s cuts, zeros and computed.
 
     Raises:
         NotStockError: The first tensor that has no place, or another shape.
@@ -338,3 +336,62 @@ def _cut(
     if (heads, len(kept)) != (tensor.shape[dims[0]], shape[dims[0]]):
         raise NotStockError(why)
     return dims[0], kept
+
+
+def empty_model(cls: Any, config: Any, attention: str | None) -> Any:
+    """A model of a class whose parameters are on the meta device, with an implementation of attention where its parts have that.
+
+    Buffers are computed as the class does it; no random number is used up.
+    """
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), init_empty_weights(), torch.random.fork_rng(devices=[]):
+        try:
+            return cls._from_config(copy.deepcopy(config), attn_implementation=attention)
+        except ValueError:  # a part has another, such as a convolutional backbone: each takes its own
+            config._attn_implementation = None
+            return cls._from_config(config)
+
+
+def _filled(model: Any, target: StockConfig) -> Any:
+    """A model of the stock class with the pruned model's own tensors, which it shares; in everything else like that model.
+
+    Raises:
+        NotStockError: It computes other buffers than the pruned model has.
+    """
+    from accelerate.hooks import add_hook_to_module
+
+    state, stored, other = model.state_dict(), Offloaded(model), dict[str, Tensor]()
+    for name, (dim, kept) in target.cuts.items():
+        whole = stored[name]
+        other[name] = whole.index_select(dim, torch.tensor(kept, device=whole.device))
+    for name, shape in target.zeros.items():
+        other[name] = stored[f"{name.rpartition('.')[0]}.weight"].new_zeros(shape)
+    computed = {name: state.pop(name) for name in target.computed}
+    state |= other
+    stock = empty_model(target.cls, target.config, getattr(target.config, "_attn_implementation", None))
+    own, tolerance = dict(stock.named_buffers()), tolerance_of(model)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name not in state}
+    for name, buffer in {**buffers, **computed}.items():
+        if name in own and difference([own[name].cpu().double()], [buffer.cpu().double()]) > tolerance:
+            raise NotStockError(f"{target.cls.__name__} computes another {name}.")
+    stock.load_state_dict(state, assign=True)
+    stock.tie_weights()
+    trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+    for name, parameter in stock.named_parameters():
+        parameter.requires_grad_(trained.get(name, True) and parameter.is_floating_point())
+    stock.train(model.training)
+    if getattr(model, "generation_config", None) is not None:
+        stock.generation_config = model.generation_config
+    if not is_dispatched(model):
+        return stock.to(model_device(model))
+    # It is dispatched as the model is; `state` has placeholders for what is kept elsewhere.
+    for name, module in copied(model).named_modules():
+        if (hook := vars(module).get("_hf_hook")) is not None:  # it finds the weights by their names
+            add_hook_to_module(stock.get_submodule(name), hook)
+    for name, value in other.items():
+        owner, _, last = name.rpartition(".")
+        if is_elsewhere(stock.get_submodule(owner), last):
+            put(stock.get_submodule(owner), last, value)
+    return stock
