@@ -333,9 +333,7 @@ def test_errors_of_the_machine_and_unknown_ones(error: Exception, says: str) -> 
     assert ("run the same command again" in line and told["hint"].startswith("Free some")) == (says == ROOM)
 
 
-def test_an_unknown_perplexity_is_refused(
-    llama_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_perplexity_is_refused(llama_folder: Path, data_folder: Path, monkeypatch: Any) -> None:
     """A loss of the model's own that is none of its logits, and is added up over texts."""
     forward = tf.LlamaForCausalLM.forward
 

@@ -691,9 +691,8 @@ def test_somebody_elses_card_is_left_alone(tmp_path: Path) -> None:
         assert (tmp_path / folder / "README.md").read_text() == words
 
 
-def test_a_runs_figures_are_those_of_metrics_json(
-    here: Path, bert_folder: Path, data_folder: Path, brief: None
-) -> None:
+@pytest.mark.usefixtures("here", "brief")
+def test_a_runs_figures_are_those_of_metrics_json(bert_folder: Path, data_folder: Path) -> None:
     shutil.copytree(bert_folder, "dense")
     Path("dense/README.md").write_text(THEIRS)
     keep = ("-k", "50%", "-k", 4, "-k", 2)

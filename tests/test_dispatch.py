@@ -352,10 +352,7 @@ def test_a_run_with_a_device_map(here: Path, bert_folder: Path, data_folder: Pat
     """Part of the model stays on disk; every figure but the times is that of a run in memory."""
     common = ["prune", bert_folder, "-d", data_folder, "-L", 40, "-b", 8, "--keep", "50%", "-q", "-s", "one-shot"]
     run(*common, "-m", "gradient", "-o", "plain")
-    run(
-        *common, "-m", "gradient", "-o", "spread",
-        "--device-map", "auto", "--device-memory", "cpu=60KB",
-    )  # fmt: skip
+    run(*common, "-m", "gradient", "-o", "spread", "--device-map", "auto", "--device-memory", "cpu=60KB")
     found = [json.loads(Path(name, "metrics.json").read_text()) for name in ("plain", "spread")]
     for name in ("dense", "curve", "planning"):
         assert found[0][name] == found[1][name]

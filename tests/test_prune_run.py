@@ -36,9 +36,7 @@ def test_every_run_says_what_it_will_take(bert_folder: Path, data_folder: Path, 
     assert passes("prune", "-k", 4, "-s", "one-shot", "--dry-run") > 3, "with scores that are there"
 
 
-def test_what_cannot_be_told_stops_nothing(
-    bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_told_stops_nothing(bert_folder: Path, data_folder: Path, here: Path, monkeypatch: Any) -> None:
     def failing(*more: Any) -> Any:
         raise RuntimeError("no\nsuch kernel")
 
@@ -90,7 +88,7 @@ def test_longer_inputs_are_longer_and_guessing_is_known(words: int, lengths: lis
 
 
 def test_few_frames_lie_between_prune_and_the_solver(
-    bert_folder: Path, data_folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+    bert_folder: Path, data_folder: Path, here: Path, monkeypatch: Any
 ) -> None:
     chains: set[tuple[str, ...]] = set()
     solve, house = torch.linalg.solve, str(Path(hp.__file__).parent)

@@ -121,9 +121,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("when", ["at the start", "later"])
-def test_a_full_disk_ends_a_command_that_keeps_its_work(
-    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_a_command_that_keeps_its_work(when: str, tmp_path: Path, monkeypatch: Any) -> None:
     """That the command failed was noted on the full disk: this failed, too, and all that was finished was removed."""
 
     def full(*_: Any) -> None:
