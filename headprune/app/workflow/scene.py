@@ -22,7 +22,8 @@ from headprune.fingerprint import config_hash, fingerprint, has_identity, identi
 from headprune.inputs import first_rows, without_labels
 from headprune.parallel import current
 from headprune.plan_search import SearchConsole
-from headprune.scoring import HeadScores, method_and_settings, method_named
+from headprune.scoring import HeadScores, method_and_settings
+from headprune.scoring.base import method_named
 from headprune.trace import find_attention
 
 Console = SearchConsole
