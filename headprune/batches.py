@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError
-from headprune.inputs import ADDED, LABELS, tensors
+from headprune.inputs import ADDED, LABELS, tensors, unlabelled
 from headprune.memory import is_out_of_memory
 
 Path = tuple[str | int, ...]
@@ -156,6 +156,24 @@ def by_names(example: Any) -> Rows:
                 raise _unclear({path: t})
             unnamed[path] = 0 if t.shape[0] == size else None
     return Rows(unnamed)
+
+
+def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) -> dict[str, Any]:
+    """A batch of a given size (and length, for texts), made by repeating an example's rows (and tokens).
+
+    The values of the tokens do not change the time, and a full attention mask is the worst case.
+    """
+    inputs = unlabelled(example)
+    rows = by_names(inputs)
+    repeated: dict[str, Any] = rows.take(inputs, [i % rows.size(inputs) for i in range(batch)])
+    ids = example.get("input_ids")
+    tokens = ids.shape[1] if isinstance(ids, Tensor) else None
+    for key in repeated if length is not None and tokens is not None else ():
+        value = rows.table(repeated, key)
+        if value is not None and value.shape[1] == tokens:
+            value = value[:, torch.arange(length) % tokens]
+            repeated[key] = torch.ones_like(value) if key == "attention_mask" else value
+    return repeated
 
 
 def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Rows:

@@ -190,9 +190,8 @@ class Problem:
                 raise
             message = f"The model does not run on {self.place(batch)}: {type(error).__name__}: {first_line(error)}."
             raise HeadPruneError(message, f"Check what these examples hold{too_long(self.model, batch)}.") from error
-        if not torch.isfinite(losses).all():
-            row = int((~torch.isfinite(losses)).nonzero()[0])
-            raise NotFiniteError(self, batch, row, losses[row].item())
+        if len(wrong := (~losses.isfinite()).nonzero()):
+            raise NotFiniteError(self, batch, int(wrong[0]), losses[int(wrong[0])].item())
         return losses
 
     def parts(self, batches: Batches, name: str, compute: Callable[[Any, int], Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import placed
 from headprune.attention import AttentionLayer
+from headprune.batches import shaped
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
 from headprune.inputs import first_rows, without_labels
@@ -125,7 +126,7 @@ def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
 def _shaped(scene: Scene, batch: int, length: int | None) -> dict[str, Any]:
     if length is None:
         return scene.typical_input(batch)
-    return latency.shaped(scene.parts.report.typical(min(batch, len(scene.parts.report))), batch, length)
+    return shaped(scene.parts.report.typical(min(batch, len(scene.parts.report))), batch, length)
 
 
 def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:

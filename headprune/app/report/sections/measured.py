@@ -8,8 +8,7 @@ from headprune import amounts
 from headprune.app.documents import DISTURBED, Measured, Metrics, TimeParts
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Table, listed, notes_by_size
-from headprune.decoding import GenerationRow
-from headprune.latency import LatencyRow
+from headprune.latency import GenerationRow, LatencyRow
 from headprune.timing import ATTENTION, LAUNCH, PROJECTIONS
 
 
