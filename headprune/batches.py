@@ -168,7 +168,9 @@ def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) ->
     repeated: dict[str, Any] = rows.take(inputs, [i % rows.size(inputs) for i in range(batch)])
     ids = example.get("input_ids")
     tokens = ids.shape[1] if isinstance(ids, Tensor) else None
-    for key in repeated if length is not None and tokens is not None else ():
+    if length is None or tokens is None:
+        return repeated
+    for key in repeated:
         value = rows.table(repeated, key)
         if value is not None and value.shape[1] == tokens:
             value = value[:, torch.arange(length) % tokens]

@@ -271,7 +271,7 @@ class _Call:
     def _add_places(self, rows: Tensor, weights: Tensor, keys: Tensor, counted: Tensor) -> None:
         """Add what depends on where keys are from their query."""
         steps = torch.arange(weights.shape[-1], device=rows.device) - rows[:, None]  # [queries, keys]
-        _add_mean(self.sums, "itself", _share(weights, (steps == 0).expand_as(keys)), counted)
+        self._add_share("itself", weights, (steps == 0).expand_as(keys), counted)
         distances, placed = steps.abs().float(), torch.ones_like(steps, dtype=torch.bool)
         if self.grid is not None:
             places, patch = (t.to(rows.device) for t in self.grid.places(weights.shape[-1]))
@@ -294,12 +294,7 @@ class _Call:
 
     def _add_share(self, figure: str, weights: Tensor, keys: Tensor, counted: Tensor) -> None:
         """Add the share of some keys ``[examples, queries, keys]``, over the queries that have one of them."""
-        _add_mean(self.sums, figure, _share(weights, keys), counted & keys.any(dim=-1))
-
-
-def _share(weights: Tensor, keys: Tensor) -> Tensor:
-    """Shares ``[examples, heads, queries]`` of some keys ``[examples, queries, keys]``."""
-    return (weights * keys[:, None]).sum(dim=-1)
+        _add_mean(self.sums, figure, (weights * keys[:, None]).sum(dim=-1), counted & keys.any(dim=-1))
 
 
 def _at(weights: Tensor, keys: Tensor) -> Tensor:
