@@ -13,8 +13,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import functional as F
 
 import headprune as hp
-from headprune import latency, timing
-from headprune.batches import shaped
+from headprune import batches, latency, timing
 from tests.support.errors import refuses
 from tests.support.zoo import ZOO, bert, gpt2, llama, mha, t5, text
 
@@ -317,7 +316,7 @@ def test_counts_of_models() -> None:
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 4), (5, 9), (7, 30)])
 def test_shapes(batch: int, length: int) -> None:
-    inputs = shaped({**text(3, 9), "labels": torch.zeros(3)}, batch, length)
+    inputs = batches.shaped({**text(3, 9), "labels": torch.zeros(3)}, batch, length)
     assert set(inputs) == {"input_ids", "attention_mask"}
     assert inputs["input_ids"].shape == inputs["attention_mask"].shape == (batch, length)
     assert inputs["attention_mask"].all()

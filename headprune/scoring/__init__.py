@@ -59,8 +59,7 @@ def score(
             follow, as in ``"shapley:permutations=64"``.
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``. Not needed for dicts
             with labels: the loss is then the model's own, per example.
-        distil: Measure the divergence from the dense model's answers (KL, nats) instead of a loss. This is also what
-            happens without labels and ``loss_fn``.
+        distil: Measure the divergence from the dense model's answers (KL, nats), not a loss; so also without labels and ``loss_fn``.
         layers: From `headprune.find_attention`, to save the trace.
         seed: For methods that draw.
         settings: Time, memory, and options of single methods (`headprune.scoring.Settings`).
@@ -71,8 +70,7 @@ def score(
         progress: Called with (steps done, steps in all, note).
 
     Returns:
-        `HeadScores`: values and standard errors per layer, in float64. They do not depend on the batch
-        size or on padding.
+        `HeadScores`: values and standard errors per layer, in float64. They do not depend on the batch size or on padding.
 
     Raises:
         HeadPruneError: An unknown method, no examples, labels missing, or a loss that is not finite.
@@ -91,11 +89,9 @@ def score(
         own = identity(model)  # before anything is swapped: parts of the model may have other names then
         with quiet(model), torch.enable_grad():
             sized = [(batch, losses.rows.size(batch)) for batch in examples]
-            surrogate = losses.divergence.surrogate if losses.distils else None
-            report = progress or no_progress
-            problem = Problem(
-                model, maskable, sized, losses, seed, report, settings, Store(), surrogate, rows=losses.rows
-            )
+            problem = Problem(model, maskable, sized, losses, seed, progress or no_progress, settings, rows=losses.rows)
+            if losses.distils:
+                problem = replace(problem, surrogate=losses.divergence.surrogate)
             if work is not None and losses.loss_fn is None:
                 store = work if isinstance(work, Store) else Store(Path(work))
                 problem = replace(problem, store=store.keyed(name, own, *_facts(problem)))
