@@ -31,8 +31,8 @@ from gpu_parts import ROOT, Options, Part, built, main, texts
 from torch.utils.benchmark import timer
 
 import headprune as hp
-from headprune.decoding import benchmark_generation
 from headprune.inputs import unlabelled
+from headprune.latency import benchmark_generation
 
 
 def fed(model: Any, batch: int, tokens: int) -> dict[str, torch.Tensor]:

@@ -158,6 +158,25 @@ def by_names(example: Any) -> Rows:
     return Rows(unnamed)
 
 
+def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) -> dict[str, Any]:
+    """A batch of a given size (and length, for texts), made by repeating an example's rows (and tokens).
+
+    The values of the tokens do not change the time, and a full attention mask is the worst case.
+    """
+    rows = by_names(example)
+    repeated: dict[str, Any] = rows.take(example, [i % rows.size(example) for i in range(batch)])
+    ids = example.get("input_ids")
+    tokens = ids.shape[1] if isinstance(ids, Tensor) else None
+    if length is None or tokens is None:
+        return repeated
+    for key in repeated:
+        value = rows.table(repeated, key)
+        if value is not None and value.shape[1] == tokens:
+            value = value[:, torch.arange(length) % tokens]
+            repeated[key] = torch.ones_like(value) if key == "attention_mask" else value
+    return repeated
+
+
 def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Rows:
     """How examples lie in these batches, none of which is empty.
 

@@ -1,10 +1,9 @@
-"""Whether the pruned model is faster: models are timed in turn, so that a machine that changes its speed favours none."""
+"""Whether the pruned model is faster: models run, or write text, in turn, so that a machine that changes its speed favours none."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,14 +12,25 @@ import torch
 from scipy.stats import binom
 from torch import Tensor, nn
 
-from headprune.batches import by_names
 from headprune.errors import HeadPruneError
-from headprune.inputs import Example, call, does_not_run, model_device, move, tensors, without_labels
+from headprune.inputs import (
+    Example,
+    call,
+    does_not_run,
+    is_encoder_decoder,
+    model_device,
+    move,
+    tensors,
+    unlabelled,
+    without_labels,
+    writes,
+)
 from headprune.running import Progress, evaluating, exact_attention, frozen, no_progress, quiet, tracked
 from headprune.uncertainty import CONFIDENCE
 
 WARM_UP, MIN_RUNS, MAX_RUNS = 3, 20, 100  # rounds
 MIN_SECONDS = 1.0
+NEW_TOKENS, MIN_ROUNDS = 16, 6  # that decoders write
 
 
 @dataclass(frozen=True)
@@ -138,39 +148,38 @@ def bench(
     Returns:
         A row for each input. On CUDA the device measures the times (events), elsewhere a monotonic clock.
     """
-    rows, least = [], MIN_SECONDS if min_seconds is None else min_seconds
-    with ExitStack() as stack:
-        for model in models.values():
-            stack.enter_context(evaluating(model))
+    rows = []
+    with evaluating(*models.values()):
         for batch, length, example in tracked(inputs, progress or no_progress):
-            times = in_turn({name: timer(model, example) for name, model in models.items()}, min_runs, least)
+            times = in_turn({name: timer(model, example) for name, model in models.items()}, min_runs, min_seconds)
             rows.append(LatencyRow(batch, length, *compared(times)))
     return rows
 
 
-def in_turn(arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of each model in each round, after a warm-up."""
+def in_turn(
+    arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float | None
+) -> dict[str, list[float]]:
+    """Milliseconds of each model in each round, after a warm-up; for `MIN_SECONDS` at least, if no other time is given."""
+    least = 1000 * (MIN_SECONDS if min_seconds is None else min_seconds)
     times: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
         for _ in range(WARM_UP):
             arm()
-    rounds = 0
-    while rounds < MAX_RUNS and (rounds < min_runs or min(sum(t) for t in times.values()) < min_seconds * 1000):
+    for rounds in range(MAX_RUNS):
+        if rounds >= min_runs and min(map(sum, times.values())) >= least:
+            break
         for name in arms if rounds % 2 == 0 else reversed(list(arms)):
             times[name].append(arms[name]())
-        rounds += 1
     return times
 
 
 def compared(times: Mapping[str, Sequence[float]]) -> tuple[dict[str, Timing], dict[str, Speedup]]:
     """Every model's timing, and the speed-up of all others over the first, from milliseconds in each round."""
     first, *others = times
-    timings = {
-        name: Timing(
-            float(np.median(took)), float(np.percentile(took, 95)), len(took), *_median_interval(np.asarray(took))
-        )
-        for name, took in times.items()
-    }
+    timings = {}
+    for name, took in times.items():
+        p95 = float(np.percentile(took, 95))
+        timings[name] = Timing(float(np.median(took)), p95, len(took), *_median_interval(np.asarray(took)))
     return timings, {name: speedup(times[first], times[name]) for name in others}
 
 
@@ -188,25 +197,6 @@ def _median_interval(values: np.ndarray) -> tuple[float, float]:
     ordered = np.sort(values)
     place = max(int(binom.ppf((1 - CONFIDENCE) / 2, len(values), 0.5)) - 1, 0)
     return float(ordered[place]), float(ordered[-1 - place])
-
-
-def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) -> dict[str, Any]:
-    """A batch of a given size (and length, for texts), made by repeating an example's rows (and tokens).
-
-    The values of the tokens do not change the time, and a full attention mask is the worst case.
-    """
-    ids = example.get("input_ids")
-    tokens = ids.shape[1] if isinstance(ids, Tensor) else None
-    rows = by_names(example)
-    repeated: dict[str, Any] = rows.take(example, [i % rows.size(example) for i in range(batch)])
-    if length is None or tokens is None:
-        return repeated
-    for key in repeated:
-        value = rows.table(repeated, key)
-        if value is not None and value.shape[1] == tokens:
-            value = value[:, torch.arange(length) % tokens]
-            repeated[key] = torch.ones_like(value) if key == "attention_mask" else value
-    return repeated
 
 
 def parameters(model: nn.Module) -> int:
@@ -279,3 +269,115 @@ def example_shape(example: Example) -> tuple[int, int]:
     first = tensors(example)[0]
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
     return first.shape[0], ids.shape[1] if isinstance(ids, Tensor) else 0
+
+
+# -- decoders that write: the prompt (prefill), then one token after the other with a key/value cache --------
+
+
+@dataclass(frozen=True)
+class GenerationRow:
+    """Models that write text in turn, from one prompt. Times are in milliseconds.
+
+    Attributes:
+        batch, length: Sequences, and tokens of each prompt.
+        new: Tokens written after the prompt's first.
+        prefill, token: By model: the pass over the prompt, and the mean time of a step, which writes one token of every sequence.
+        prefill_speedups, token_speedups: By model, but for the first (dense).
+        tokens_per_second: By model, over all sequences; steps only.
+        cache: By model: bytes per token of one sequence in the key/value cache of self-attention.
+    """
+
+    batch: int
+    length: int
+    new: int
+    prefill: dict[str, Timing]
+    token: dict[str, Timing]
+    prefill_speedups: dict[str, Speedup]
+    token_speedups: dict[str, Speedup]
+    tokens_per_second: dict[str, float]
+    cache: dict[str, float]
+
+
+def benchmark_generation(
+    models: Mapping[str, nn.Module],
+    example: Mapping[str, Any],
+    *,
+    new: int = NEW_TOKENS,
+    min_rounds: int = MIN_ROUNDS,
+    min_seconds: float | None = None,
+) -> GenerationRow | None:
+    """Time models that write text against each other: greedily, with a cache, from one prompt.
+
+    Args:
+        models: The dense model first; all on one device.
+        example: The prompt, as the models' ``forward`` takes it. An encoder-decoder's answer begins with its start token.
+        new: Tokens to write after the first.
+        min_rounds: Rounds, at least; in each every model writes once.
+
+    Returns:
+        The times; None if the first model does not write text, if any keeps no key/value cache, or if the prompt leaves no place for a token.
+    """
+    dense: Any = next(iter(models.values()))
+    if not writes(dense) or not isinstance(example, Mapping):
+        return None
+    prompt = _prompt(dense, example)
+    most = getattr(dense.config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
+    tokens = prompt["decoder_input_ids" if is_encoder_decoder(dense) else "input_ids"]
+    new = min(new, most - tokens.shape[1])
+    sizes = {name: cache_bytes(model, prompt) for name, model in models.items()}
+    cache = {name: size for name, size in sizes.items() if size is not None}
+    if new < 1 or len(cache) < len(models):
+        return None
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    with evaluating(*models.values()):
+        arms = {name: _writer(model, prompt, new, times[name]) for name, model in models.items()}
+        rounds = in_turn(arms, min_rounds, min_seconds)
+    # The rounds after the warm-up.
+    first, step = ({name: [pair[i] for pair in times[name][-len(rounds[name]) :]] for name in models} for i in (0, 1))
+    prefill, prefill_speedups = compared(first)
+    token, token_speedups = compared(step)
+    batch, length = example_shape(example)
+    speed = {name: 1000 * batch / timing.median for name, timing in token.items()}
+    return GenerationRow(batch, length, new, prefill, token, prefill_speedups, token_speedups, speed, cache)
+
+
+def _prompt(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first pass takes: an example without labels; for encoder-decoders with the first token of the answer."""
+    prompt = {k: v for k, v in unlabelled(example).items() if not k.startswith("decoder_")}
+    if is_encoder_decoder(model):
+        start = getattr(model.config, "decoder_start_token_id", None) or 0
+        prompt["decoder_input_ids"] = torch.full((example_shape(prompt)[0], 1), start)
+    return dict(move(prompt, model_device(model)))
+
+
+def _writer(
+    model: nn.Module, prompt: Mapping[str, Any], new: int, times: list[tuple[float, float]]
+) -> Callable[[], float]:
+    """A function that writes ``new`` tokens; it notes (milliseconds of the prompt, of a step), and returns those of all."""
+    device = model_device(model)
+
+    def write() -> float:
+        with torch.inference_mode():
+            begin = clock(device)
+            step = _next(call(model, prompt, use_cache=True), prompt)
+            middle = clock(device)
+            for _ in range(new):
+                step = _next(call(model, step, use_cache=True), step)
+            end = clock(device)
+        times.append((middle - begin, (end - middle) / new))
+        return end - begin
+
+    return write
+
+
+def _next(output: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The input of the next step: the likeliest token, the cache, and which tokens before may be looked at."""
+    token = output.logits[:, -1:].argmax(-1)
+    step: dict[str, Any] = {"past_key_values": output.past_key_values}
+    mask = given.get("attention_mask")
+    if (encoded := getattr(output, "encoder_last_hidden_state", None)) is not None:
+        step |= {"encoder_outputs": (encoded,), "decoder_input_ids": token}
+    else:
+        step["input_ids"] = token
+        mask = mask if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+    return {**step, "attention_mask": mask} if isinstance(mask, Tensor) else step

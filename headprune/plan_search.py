@@ -18,8 +18,7 @@ from torch import nn
 
 from headprune.amounts import flops
 from headprune.attention import Layers
-from headprune.budgets import Budget, Fit
-from headprune.budgets.subject import Subject
+from headprune.budgets import Budget, Fit, Subject
 from headprune.checkpoint import StockCounts
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example

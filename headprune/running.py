@@ -67,12 +67,13 @@ def quiet(model: nn.Module, *, exact: bool = True, attributes: bool = True) -> I
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """Evaluation mode for every module while the context lasts; afterwards each module has its own mode again."""
     with ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-        model.eval()
+        for model in models:
+            for module in model.modules():
+                stack.callback(setattr, module, "training", module.training)
+            model.eval()
         yield
 
 

@@ -11,8 +11,7 @@ from torch import nn
 from headprune.arguments import given_to_choose, layers_for, listed, together
 from headprune.attention import AttentionLayer, Layers
 from headprune.batches import nonempty
-from headprune.budgets import Budget, budget_of
-from headprune.budgets.subject import Subject
+from headprune.budgets import Budget, Subject, budget_of
 from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
 from headprune.inputs import check_weights, inputs_of, usable, without_labels

@@ -129,14 +129,14 @@ def breakdown(
         raise HeadPruneError(message, "Move the model to the CPU or a CUDA device.")
     layers = layers_for(model, layers, example)
     given = move(without_labels(model, example), device)
-    least = latency.MIN_SECONDS if min_seconds is None else min_seconds
+    half = (latency.MIN_SECONDS if min_seconds is None else min_seconds) / 2
     stand_ins = any(convert(m) is not None for m in model.modules())
     with evaluating(model), exact_attention(model):
         latency.check_runs(model, given)
-        times = latency.in_turn({"": latency.timer(model, given)}, MIN_PASSES, least / 2)
+        times = latency.in_turn({"": latency.timer(model, given)}, MIN_PASSES, half)
         passes: list[ProfiledPass] = []
         begin = monotonic()
-        while len(passes) < MAX_PASSES and (len(passes) < MIN_PASSES or monotonic() - begin < least / 2):
+        while len(passes) < MAX_PASSES and (len(passes) < MIN_PASSES or monotonic() - begin < half):
             passes.append(profiled(model, given, device))
         return breakdown_of(model, layers, latency.example_shape(given), passes, median(times[""]), stand_ins)
 
@@ -157,14 +157,14 @@ def breakdown_of(
 
     places = ModulePlaces(model, layers, passes[0].started)
     parts = dict.fromkeys(PARTS, 0.0)
-    owned: dict[tuple[str, str], tuple[float, float]] = {}
+    owned: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name in busy:
-        part, owner = places.place(name)
-        parts[part] += scale * busy[name]
-        parts[LAUNCH] += scale * idle[name]
+        (part, owner), time, launch = places.place(name), scale * busy[name], scale * idle[name]
+        parts[part] += time
+        parts[LAUNCH] += launch
         if owner is not None:
-            time, launch = owned.get((part, owner), (0.0, 0.0))
-            owned[part, owner] = time + scale * busy[name], launch + scale * idle[name]
+            owned[part, owner][0] += time
+            owned[part, owner][1] += launch
     costs = tuple(_cost(model, layers, part, name, *took) for (part, name), took in owned.items())
     return Breakdown(*shape, wall, parts, costs, tuple(layers), stand_ins)
 
@@ -176,23 +176,18 @@ def _cost(model: nn.Module, layers: Layers, part: str, name: str, time: float, l
         heads = [(layer.name, h) for layer in inside for h in range(layer.num_heads)]
         users = tuple(frozenset({head}) for head in heads)
         return ModuleCost(time, launch, len(heads), users, frozenset(layer.name for layer in inside))
-    features: dict[int, set[Head]] = {}
-    own, sizes = set(), ("out_features", "out_channels", "nf")
-    for layer in layers:
-        for held in (*layer.projections, layer.output_projection):
-            if held is None or held.module != name:
-                continue
-            own.add(layer.name)
-            if held is layer.output_projection:
-                sizes = ("in_features", "in_channels", "nx")
-            for head, of_head in enumerate(held.features):
-                for feature in of_head:
-                    features.setdefault(feature, set()).add((layer.name, head))
-    module = model.get_submodule(name)
-    known = (size for attribute in sizes if isinstance(size := getattr(module, attribute, None), int))
-    width = next(known, 0) or len(features) or 1  # with the features of no head
-    users = tuple(map(frozenset, features.values()))
-    return ModuleCost(time, launch, width, users, frozenset(own or (a.name for a in inside)))
+    features: dict[int, set[Head]] = defaultdict(set)
+    held = [(a, p) for a in layers for p in (*a.projections, a.output_projection) if p and p.module == name]
+    for layer, place in held:
+        for head, of_head in enumerate(place.features):
+            for feature in of_head:
+                features[feature].add((layer.name, head))
+    is_output = any(place is layer.output_projection for layer, place in held)
+    sizes = ("in_features", "in_channels", "nx") if is_output else ("out_features", "out_channels", "nf")
+    known = (getattr(model.get_submodule(name), size, None) for size in sizes)
+    width = next((n for n in known if isinstance(n, int)), 0) or len(features) or 1  # with the features of no head
+    own = frozenset(layer.name for layer, _ in held) or frozenset(layer.name for layer in inside)
+    return ModuleCost(time, launch, width, tuple(map(frozenset, features.values())), own)
 
 
 # -- one pass under PyTorch's profiler -----------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.nn import functional as F
 
 import headprune as hp
-from headprune import decoding, latency, timing
+from headprune import batches, latency, timing
 from tests.support.errors import refuses
 from tests.support.zoo import ZOO, bert, gpt2, llama, mha, t5, text
 
@@ -216,7 +216,7 @@ def test_generated_tokens_and_their_cache(make: Any) -> None:
     argmax = Tensor.argmax
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "argmax", lambda t, *a: written.append(int((out := argmax(t, *a))[0, 0])) or out)
-        row = decoding.benchmark_generation(models, example, new=4, min_rounds=1, min_seconds=0)
+        row = latency.benchmark_generation(models, example, new=4, min_rounds=1, min_seconds=0)
     assert row is not None
     end = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert written[:5] == model.generate(**example, **end)[0, -5:].tolist()
@@ -232,7 +232,7 @@ def test_generated_tokens_and_their_cache(make: Any) -> None:
     assert set(row.token_speedups) == set(row.prefill_speedups) == {"pruned"}
     for other in (bert, mha):  # which do not write
         model, example = other()
-        assert decoding.benchmark_generation({"dense": model}, example) is None
+        assert latency.benchmark_generation({"dense": model}, example) is None
 
 
 # -- models in turn --
@@ -316,7 +316,7 @@ def test_counts_of_models() -> None:
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 4), (5, 9), (7, 30)])
 def test_shapes(batch: int, length: int) -> None:
-    inputs = latency.shaped(text(3, 9), batch, length)
+    inputs = batches.shaped(text(3, 9), batch, length)
     assert set(inputs) == {"input_ids", "attention_mask"}
     assert inputs["input_ids"].shape == inputs["attention_mask"].shape == (batch, length)
     assert inputs["attention_mask"].all()

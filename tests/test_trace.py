@@ -204,7 +204,7 @@ def test_inference_mode() -> None:
 @pytest.mark.parametrize("name", ["falcon", "bert"])
 def test_large_weights_on_the_meta_device(name: str, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes the place of a meta weight is known by its memory: its transpose is another tensor."""
-    monkeypatch.setattr("headprune.trace.meta._LARGE", large)
+    monkeypatch.setattr("headprune.trace._LARGE", large)
     model, example = made(name)
     assert hp.find_attention(copy.deepcopy(model).to("meta"), example) == hp.find_attention(model, example)
 

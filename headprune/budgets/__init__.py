@@ -3,7 +3,7 @@
 torch is imported where plans are measured, not here: the command line makes its options from the register.
 """
 
-from headprune.budgets import counted, measured  # noqa: F401  # these register their kinds
-from headprune.budgets.base import BUDGETS, Budget, Fit, Reading, budget_of, kind_named
+from headprune.budgets import kinds  # noqa: F401  # it registers them
+from headprune.budgets.base import BUDGETS, Budget, Fit, Reading, Subject, budget_of, kind_named
 
-__all__ = ["BUDGETS", "Budget", "Fit", "Reading", "budget_of", "kind_named"]
+__all__ = ["BUDGETS", "Budget", "Fit", "Reading", "Subject", "budget_of", "kind_named"]

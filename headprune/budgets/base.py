@@ -1,4 +1,4 @@
-"""What every budget can do, how a search finds the most heads that hold one, and the register of kinds."""
+"""What every budget can do, what plans are measured on, how a search finds the most heads that hold one, and the register of kinds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import math
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
-    from headprune.budgets.subject import Subject
+    from torch import nn
+
+    from headprune.attention import Layers
+    from headprune.evaluation import Change
+    from headprune.inputs import Example
     from headprune.planning import Order
     from headprune.plans import PruningPlan
 
@@ -49,6 +53,38 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class Subject:
+    """The dense model that plans are for, which is never changed.
+
+    Attributes:
+        layers: From `headprune.find_attention`.
+        example: For the proof of every prune.
+        inputs: What is timed, and what operations are counted on.
+        biases: Modules that the repair may give a bias, which costs something too.
+        change: The change of the metric (accuracy or perplexity) from the dense model to a plan, repaired, on the examples that
+            choose; the same for the same plan. None before there is a search.
+    """
+
+    model: nn.Module
+    layers: Layers
+    example: Example
+    inputs: Example
+    biases: Sequence[str] = ()
+    change: Callable[[PruningPlan], Change] | None = None
+
+    def pruned(self, plan: PruningPlan) -> nn.Module:
+        """A copy without the plan's heads."""
+        from headprune.offload import add_stored_biases, copied
+        from headprune.surgery import prune
+
+        model = copied(self.model)
+        if plan.drop:
+            add_stored_biases(model, self.biases)
+        prune(model, plan.drop, self.example, layers=self.layers)  # the fingerprint was checked: this is a copy
+        return model
+
+
+@dataclass(frozen=True)
 class Budget(ABC):
     """What must not be exceeded. Each kind is a subclass, registered by `kind`.
 
@@ -69,8 +105,8 @@ class Budget(ABC):
     And where it is otherwise than for most:
         timed: Whether it is measured on an input of the size that latency is about, not on a single example.
         by_groups: Whether only whole key/value groups bring it down, so that heads are not taken from every group.
-        by_metric: Whether it limits what the metric may lose: then the fewest heads that hold it are looked for, and examples
-            to choose by are needed.
+        by_metric: Whether it limits what the metric may lose, perhaps nothing: then the fewest heads that hold it are looked for, examples
+            to choose by are needed, and a percentage is no share of what the dense model needs.
     """
 
     text: str
@@ -96,26 +132,14 @@ class Budget(ABC):
         Raises:
             HeadPruneError: No number that makes sense.
         """
-        amount, percent = cls._number(text)
-        if amount <= 0:
-            raise cls._no_budget(text)
-        return cls(text.strip(), amount, percent)
-
-    @classmethod
-    def _number(cls, text: str) -> tuple[float, bool]:
-        """The number in a text, and whether it is a percentage."""
         match = re.fullmatch(r"\s*([\d.]+(?:e[+-]?\d+)?)\s*([a-z]*|%)\s*", text.lower())
         try:
             amount = float(match[1]) * {**cls.suffixes, "%": 0.01}[match[2]] if match else math.nan
         except (ValueError, KeyError):
             amount = math.nan
-        if match is None or not math.isfinite(amount):
-            raise cls._no_budget(text)
-        return amount, match[2] == "%"
-
-    @classmethod
-    def _no_budget(cls, text: str) -> HeadPruneError:
-        return HeadPruneError(f"{cls.flag} {text} is no budget.", f"Write it as {cls.example}.")
+        if match is None or not math.isfinite(amount) or (amount == 0 and not cls.by_metric):
+            raise HeadPruneError(f"{cls.flag} {text} is no budget.", f"Write it as {cls.example}.")
+        return cls(text.strip(), amount, match[2] == "%" and not cls.by_metric)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.text}"
@@ -225,12 +249,13 @@ class Limit(Budget):
 
     def _out_of_reach(self, order: Order, least: Reading) -> HeadPruneError:
         why = f" ({'; '.join(order.stays[:3])})" if order.stays else ""
+        hint = f"The nearest that can be met is {self.at_least(least.high)}."
+        if self.relative and least.high >= 1:
+            hint = "Pruning heads does not bring it below the dense model's."
         return HeadPruneError(
             f"{self.flag} {self.text} is out of reach: with the fewest heads that {order.strategy} can keep{why}, "
             f"{order.least} of {order.total}, it is {self.show(least.high)}.",
-            "Pruning heads does not bring it below the dense model's."
-            if self.relative and least.high >= 1
-            else f"The nearest that can be met is {self.at_least(least.high)}.",
+            hint,
         )
 
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from headprune.app.runs import RunFolder
     from headprune.app.workflow import Scene
     from headprune.budgets import Fit
-    from headprune.decoding import GenerationRow
-    from headprune.latency import LatencyRow
+    from headprune.latency import GenerationRow, LatencyRow
     from headprune.scoring import HeadScores
 
 

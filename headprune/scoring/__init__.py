@@ -20,17 +20,7 @@ from headprune.losses import ExampleLoss, LossFn
 from headprune.parallel import current
 from headprune.running import Progress, no_progress, quiet
 from headprune.scoring import ablation, attribution, gradient, learned, statistics
-from headprune.scoring.base import (
-    DEFAULT_METHODS,
-    METHODS,
-    Estimate,
-    Method,
-    Problem,
-    Settings,
-    method,
-    method_and_settings,
-    method_named,
-)
+from headprune.scoring.base import DEFAULT_METHODS, METHODS, Estimate, Problem, Settings, method, method_and_settings
 from headprune.scoring.replay import DisagreementError
 from headprune.scoring.scores import HeadScores, agreement, load_scores, save_scores
 from headprune.seeing.maps import on_device
@@ -41,8 +31,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = [
-    "DEFAULT_METHODS", "METHODS", "HeadScores", "Method", "Problem", "Settings", "ablation", "agreement", "attribution", "gradient",
-    "learned", "load_scores", "method", "method_and_settings", "method_named", "save_scores", "score", "statistics",
+    "DEFAULT_METHODS", "METHODS", "HeadScores", "Settings", "ablation", "agreement", "attribution", "gradient", "learned", "load_scores",
+    "method", "method_and_settings", "save_scores", "score", "statistics",
 ]  # fmt: skip
 
 
@@ -69,8 +59,7 @@ def score(
             follow, as in ``"shapley:permutations=64"``.
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``. Not needed for dicts
             with labels: the loss is then the model's own, per example.
-        distil: Measure the divergence from the dense model's answers (KL, nats) instead of a loss. This is also what
-            happens without labels and ``loss_fn``.
+        distil: Measure the divergence from the dense model's answers (KL, nats), not a loss; so also without labels and ``loss_fn``.
         layers: From `headprune.find_attention`, to save the trace.
         seed: For methods that draw.
         settings: Time, memory, and options of single methods (`headprune.scoring.Settings`).
@@ -81,50 +70,32 @@ def score(
         progress: Called with (steps done, steps in all, note).
 
     Returns:
-        `HeadScores`: values and standard errors per layer, in float64. They do not depend on the batch
-        size or on padding.
+        `HeadScores`: values and standard errors per layer, in float64. They do not depend on the batch size or on padding.
 
     Raises:
         HeadPruneError: An unknown method, no examples, labels missing, or a loss that is not finite.
     """
     name, settings = method_and_settings(method, settings)
-    chosen = method_named(name)
     if seed < 0:
         raise HeadPruneError(f"The seed is {seed}.", "Give 0 or more.")
     check_weights(model)
     batches = listed(batches)
     with together(accelerator, model, batches):
         losses = ExampleLoss(model, loss_fn, distil=distil, seed=seed)
-        return _scored(model, batches, chosen, losses, layers, seed, settings, work, progress)
-
-
-def _scored(
-    model: nn.Module, batches: Sequence[Any], chosen: Method, losses: ExampleLoss, layers: Layers | None,
-    seed: int, settings: Settings, work: Path | str | Store | None, progress: Progress | None,
-) -> HeadScores:  # fmt: skip
-    """`score`, with its arguments checked."""
-    examples = nonempty((on_device(model, batch) for batch in batches), "score on")
-    with quiet(model), torch.enable_grad():
-        examples = losses.prepare(examples)
-    maskable = maskable_of(model, layers_for(model, layers, batches=examples))
-    own = identity(model)  # before anything is swapped: parts of the model may have other names then
-    with quiet(model), torch.enable_grad():
-        sized = [(batch, losses.rows.size(batch)) for batch in examples]
-        surrogate = losses.divergence.surrogate if losses.distils else None
-        report = progress or no_progress
-        problem = Problem(model, maskable, sized, losses, seed, report, settings, Store(), surrogate, rows=losses.rows)
-        if work is not None and losses.loss_fn is None:
-            store = work if isinstance(work, Store) else Store(Path(work))
-            problem = replace(problem, store=store.keyed(chosen.name, own, *_facts(problem)))
-        try:
-            estimate = chosen.run(problem)
-        except DisagreementError:
-            estimate = chosen.run(replace(problem, replays=False, store=problem.store.keyed("without-replays")))
-    details = {**estimate.details, "loss": losses.about}
-    # What rank 0 says of memory and time counts.
-    estimate = current().first("estimate", lambda: replace(estimate, details=details))
-    scores = _scores(chosen, problem, estimate, own)
-    return replace(scores, unit=losses.unit(scores.unit))
+        examples = nonempty((on_device(model, batch) for batch in batches), "score on")
+        with quiet(model), torch.enable_grad():
+            examples = losses.prepare(examples)
+        maskable = maskable_of(model, layers_for(model, layers, batches=examples))
+        own = identity(model)  # before anything is swapped: parts of the model may have other names then
+        with quiet(model), torch.enable_grad():
+            sized = [(batch, losses.rows.size(batch)) for batch in examples]
+            problem = Problem(model, maskable, sized, losses, seed, progress or no_progress, settings, rows=losses.rows)
+            if losses.distils:
+                problem = replace(problem, surrogate=losses.divergence.surrogate)
+            if work is not None and losses.loss_fn is None:
+                store = work if isinstance(work, Store) else Store(Path(work))
+                problem = replace(problem, store=store.keyed(name, own, *_facts(problem)))
+            return _scores(name, problem, own, losses)
 
 
 def maskable_of(model: nn.Module, layers: Layers) -> list[AttentionLayer]:
@@ -147,17 +118,23 @@ def _facts(problem: Problem) -> list[Any]:
     ]  # fmt: skip
 
 
-def _scores(chosen: Method, problem: Problem, estimate: Estimate, own: str) -> HeadScores:
-    """An estimate by layer, for the model with the fingerprint ``own``."""
-    unit, details = chosen.unit, dict(estimate.details)
+def _scores(name: str, problem: Problem, own: str, losses: ExampleLoss) -> HeadScores:
+    """A method's scores, for the model with the fingerprint ``own``."""
+    run, unit = METHODS[name].run, losses.unit(METHODS[name].unit)
+    try:
+        own_estimate = run(problem)
+    except DisagreementError:
+        own_estimate = run(replace(problem, replays=False, store=problem.store.keyed("without-replays")))
+    estimate = current().first("estimate", lambda: own_estimate)  # what rank 0 says of memory and time counts
+    details = {**estimate.details, "loss": losses.about}
     if problem.settings.normalise:
         unit, estimate = f"{unit}, each layer divided by its L2 norm", _normalised(problem, estimate)
-    if estimate.effects is not None:
-        reliability = split_half(estimate.effects.cpu().double().numpy(), problem.seed)
-        details |= {} if reliability is None else {"reliability": reliability}
+    effects = None if estimate.effects is None else estimate.effects.cpu().double().numpy()
+    if effects is not None and (reliability := split_half(effects, problem.seed)) is not None:
+        details["reliability"] = reliability
     values, stderr = (problem.split(each.cpu().double()) for each in (estimate.values, estimate.stderr))
     matrix = None if estimate.matrix is None else estimate.matrix.cpu().double()
-    return HeadScores(chosen.name, unit, values, stderr, estimate.examples, tuple(problem.layers), own, details, matrix)
+    return HeadScores(name, unit, values, stderr, estimate.examples, tuple(problem.layers), own, details, matrix)
 
 
 def _normalised(problem: Problem, estimate: Estimate) -> Estimate:

@@ -61,10 +61,8 @@ def mean_ablation(problem: Problem) -> Estimate:
     totals = _head_outputs(problem, "mean", count_and_sum)
     means = {name: each[:, 1:].sum(0) / each[:, 0].sum() for name, each in totals.items()}
 
-    def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
-        return {name: partial(_constant, mean) for name, mean in means.items()}
-
-    return _ablated(problem, Replay(problem), fills)
+    constant: dict[str, Fill] = {name: partial(_constant, mean) for name, mean in means.items()}
+    return _ablated(problem, Replay(problem), lambda start, size, batch: constant)
 
 
 @method(
@@ -98,12 +96,12 @@ def _ablated(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> 
     def without(i: int, examples: tuple[int, Any, int], some: Sequence[int]) -> Tensor:
         """The losses without each head of some layers in a row, behind the dense losses: ``[examples, 1 + heads]``."""
         start, batch, size = examples
-        before = i * problem.heads + sum(map(len, every[: some[0]]))
+        done = i * problem.heads + sum(map(len, every[: some[0]]))
         recording = replay.of(batch, size, fills(start, size, batch) if fills else None)
         columns = [recording.dense]
         for n in some:
-            columns += list(recording.losses(every[n]))
-            done = before + len(columns) - 1
+            columns += recording.losses(every[n])
+            done += len(every[n])
             problem.progress(done, len(problem.batches) * problem.heads)
         return torch.stack(columns, dim=1)
 

@@ -47,17 +47,17 @@ def shapley(problem: Problem) -> Estimate:
     pairs: list[Tensor] = []
     for first in range(0, most, count):
         orders = [torch.randperm(problem.heads, generator=generator) for _ in problem.batches]
-        turn = {
-            f"shapley-{first + i}": partial(_pair, replay, batch, size, orders[i])
-            for i, (batch, size) in enumerate(problem.batches)
-        }
+        tasks = [partial(_pair, replay, *batch, order) for batch, order in zip(problem.batches, orders, strict=True)]
+        turn = {f"shapley-{first + i}": task for i, task in enumerate(tasks)}
 
         def report(done: int, total: int, first: int = first, note: str = note) -> None:
             problem.progress(first + done, most, note)
 
         pairs += problem.store.share(f"shapley {first}", turn, costs, report)
-        weights = sizes.repeat(len(pairs) // count)
-        mean, error = _weighted_mean(torch.stack(pairs), weights / weights.sum())
+        rows, weights = torch.stack(pairs), sizes.repeat(len(pairs) // count)
+        weights = weights / weights.sum()
+        mean = weights @ rows
+        error = (weights**2 @ (rows - mean) ** 2 / (1 - weights @ weights)).sqrt()  # NaN for a single pair
         values, stderr = mean[:-1], error[:-1]
         note = f"widest interval ±{1.96 * stderr.max():.2g}"
         if len(pairs) >= _BELIEVED and stderr.max() < _PRECISE * (values.max() - values.min()):
@@ -83,12 +83,6 @@ def _pair(replay: Replay, batch: Any, size: int, order: Tensor) -> Tensor:
     added = torch.empty(heads, dtype=torch.float64)
     added[order] = (there.diff() - back.diff()) / 2
     return torch.cat([added, dense])
-
-
-def _weighted_mean(rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted mean of rows, and its standard error (NaN for a single row)."""
-    mean = weights @ rows
-    return mean, (weights**2 @ (rows - mean) ** 2 / (1 - weights @ weights)).sqrt()
 
 
 @method(

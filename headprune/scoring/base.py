@@ -59,8 +59,7 @@ class Settings:
         """
         if self.keep is not None:
             keep_of(self.keep)
-        least = {"examples": 2, "max_memory": 1, "steps": 1, "permutations": 1, "sparsity": 0}
-        for name, low in least.items():
+        for name, low in {"examples": 2, "max_memory": 1, "steps": 1, "permutations": 1, "sparsity": 0}.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 raise HeadPruneError(f"{name} is {value}.", f"Give {low} or more.")
@@ -191,9 +190,8 @@ class Problem:
                 raise
             message = f"The model does not run on {self.place(batch)}: {type(error).__name__}: {first_line(error)}."
             raise HeadPruneError(message, f"Check what these examples hold{too_long(self.model, batch)}.") from error
-        if not torch.isfinite(losses).all():
-            row = int((~torch.isfinite(losses)).nonzero()[0])
-            raise NotFiniteError(self, batch, row, losses[row].item())
+        if len(wrong := (~losses.isfinite()).nonzero()):
+            raise NotFiniteError(self, batch, int(wrong[0]), losses[int(wrong[0])].item())
         return losses
 
     def parts(self, batches: Batches, name: str, compute: Callable[[Any, int], Tensor]) -> Tensor:
@@ -260,13 +258,12 @@ class Estimate:
             losses: The dense model's loss of every example, ``[examples]``.
             details: More for `Estimate.details`.
         """
-        n = len(effects)
         details = {"mean_loss": losses.mean().item(), **details}
-        if n == 1:
+        if len(effects) == 1:
             details["stderr"] = "none from a single example"
         else:
             details["carried_by"] = rounded(torch.from_numpy(carried_by(effects.numpy())))
-        return cls(effects.mean(dim=0), standard_error(effects), n, details, effects)
+        return cls(effects.mean(dim=0), standard_error(effects), len(effects), details, effects)
 
     @classmethod
     def without_error(cls, values: Tensor, why: str, examples: int = 0, **details: Any) -> Estimate:

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -53,23 +53,6 @@ class Call:
     writes: bool = False
 
 
-@dataclass
-class Forward:
-    """What was observed of one dense forward.
-
-    Attributes:
-        calls: In the order in which they began.
-        gates: When each layer's gate came first, by the same clock as `Call.entered`.
-        counts: How often each module was called.
-        largest: Bytes of the largest output.
-    """
-
-    calls: list[Call] = field(default_factory=list)
-    gates: dict[str, int] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-    largest: int = 0
-
-
 @dataclass(frozen=True)
 class KeptOutput:
     """How the output of one call holds the examples.
@@ -83,20 +66,22 @@ class KeptOutput:
     bytes_per_row: int
 
 
-def observe(problem: Problem, batch: Any) -> Forward:
-    """Every module call of one dense forward."""
-    forward, clock = Forward(), count(1)
+def observe(problem: Problem, batch: Any) -> tuple[list[Call], dict[str, int]]:
+    """The module calls of one dense forward, in the order in which they began, and when each layer's gate came first."""
+    clock, counts = count(1), Counter[str]()
+    calls: list[Call] = []
+    gates: dict[str, int] = {}
 
     def pass_gates(name: str, concatenates: bool) -> None:
         for layer in problem.layers:
             at = layer.mask_point
             if at is not None and at.module == name and layer.concatenates == concatenates:
-                forward.gates.setdefault(layer.name, next(clock))
+                gates.setdefault(layer.name, next(clock))
 
     def around(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        call = Call(name, forward.counts[name], next(clock))
-        forward.counts[name] += 1
-        forward.calls.append(call)
+        call = Call(name, counts[name], next(clock))
+        counts[name] += 1
+        calls.append(call)
         pass_gates(name, concatenates=False)
         given = tensors((args, kwargs))
         before = [t._version for t in given]
@@ -104,30 +89,27 @@ def observe(problem: Problem, batch: Any) -> Forward:
         call.writes = before != [t._version for t in given]
         pass_gates(name, concatenates=True)
         call.left = next(clock)
-        forward.largest = max(forward.largest, sum(t.nbytes for t in tensors_in(call.output) or ()))
         return call.output
 
     with wrapped(dict(problem.model.named_modules()), around):
         problem.losses(batch)
-    return forward
+    return calls, gates
 
 
-def starts_of(problem: Problem, two: Forward, three: Forward) -> dict[str, Start]:
+def starts_of(gates: Mapping[str, int], two: Sequence[Call], three: Sequence[Call]) -> dict[str, Start]:
     """For every layer, the outermost calls that have returned before its gate, by forwards of two and of three examples."""
-    twins = {(call.module, call.number): call for call in three.calls}
-    outputs = {(c.module, c.number): _kept_output(c, twins.get((c.module, c.number))) for c in two.calls}
+    twins = {(call.module, call.number): call for call in three}
+    outputs = {(c.module, c.number): _kept_output(c, twins.pop((c.module, c.number), None)) for c in two}
     # If one output of a module cannot be kept, the module always runs: then the numbers of its calls stay right.
-    running = {name for (name, _), output in outputs.items() if output is None}
-    running |= {name for name, calls in two.counts.items() if three.counts[name] != calls}
+    running = {name for (name, _), output in outputs.items() if output is None} | {name for name, _ in twins}
     starts: dict[str, Start] = {}
-    for layer in problem.layers:
-        if (gate := two.gates.get(layer.name)) is not None:
-            start, until = starts.setdefault(layer.name, {}), 0
-            for call in two.calls:
-                output = outputs[call.module, call.number]
-                if until < call.entered and call.left < gate and call.module not in running and output is not None:
-                    start[call.module, call.number] = output
-                    until = call.left  # the calls inside it are over
+    for layer, gate in gates.items():
+        start, until = starts.setdefault(layer, {}), 0
+        for call in two:
+            output = outputs[call.module, call.number]
+            if until < call.entered and call.left < gate and call.module not in running and output is not None:
+                start[call.module, call.number] = output
+                until = call.left  # the calls inside it are over
     return starts
 
 

@@ -100,9 +100,9 @@ def finite(effects: Tensor) -> Tensor:
     Raises:
         HeadPruneError: Some are not finite.
     """
-    if not effects.isfinite().all():
-        row = int((~effects.isfinite()).any(dim=1).nonzero()[0])
-        raise HeadPruneError(f"The gradient of example {row} is not finite.", "Leave it out, or use --dtype float32.")
+    if len(wrong := (~effects.isfinite()).any(dim=1).nonzero()):
+        message = f"The gradient of example {int(wrong[0])} is not finite."
+        raise HeadPruneError(message, "Leave it out, or use --dtype float32.")
     return effects
 
 
@@ -137,9 +137,10 @@ def _gate_slopes(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False)
     if not loss.requires_grad:
         message = "The loss does not depend on any head by what can be differentiated."
         raise HeadPruneError(message, "Score by ablation.")
-    gradients = torch.autograd.grad(loss, list(gates.values()), allow_unused=True, retain_graph=again)
-    pairs = zip(gradients, gates.values(), strict=True)
-    return gathered([torch.zeros_like(gate) if g is None else g for g, gate in pairs], dim=1)
+    gradients = torch.autograd.grad(
+        loss, [*gates.values()], allow_unused=True, retain_graph=again, materialize_grads=True
+    )
+    return gathered(gradients, dim=1)
 
 
 @contextmanager

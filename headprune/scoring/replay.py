@@ -13,8 +13,8 @@ differ, `DisagreementError` makes `headprune.score` start again with plain forwa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,9 @@ from headprune.gates import Fill, RowsError, gated
 from headprune.inputs import model_device
 from headprune.memory import free_memory, halving
 from headprune.parallel import current
+from headprune.scoring import calls
 from headprune.scoring.base import NotFiniteError, Problem
-from headprune.scoring.calls import Call, Forward, Start, answering, keeping, observe, read_tokens, reading, starts_of
+from headprune.scoring.calls import Call, Start
 from headprune.scoring.gradient import gate_shapes
 
 _TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward
@@ -65,9 +66,7 @@ class Replay:
         if problem.replays:
             self._study()
         else:
-            self.notes.append(
-                "every head by a plain forward, since a replay did not give the same losses on some batch"
-            )
+            self.notes += ["every head by a plain forward, since a replay did not give the same losses on some batch"]
 
     @property
     def about(self) -> list[str] | str:
@@ -96,16 +95,18 @@ class Replay:
         rows, take = min(size, _TRIED_ROWS), self.problem.rows.take
         few = take(batch, range(rows))
         try:
-            two, three = (observe(self.problem, take(few, index)) for index in ([0, 1 % size], [0, 1 % size, 0]))
+            two, gates = calls.observe(self.problem, take(few, [0, 1 % size]))
+            three, _ = calls.observe(self.problem, take(few, [0, 1 % size, 0]))
             if not self.problem.rows.lead(few, partial(gate_shapes, self.problem)):
                 raise RowsError("Rows at the output projections are not the examples', one after another.")
-            starts = {name: start for name, start in starts_of(self.problem, two, three).items() if start}
+            starts = {name: start for name, start in calls.starts_of(gates, two, three).items() if start}
         except Exception as error:  # a model that takes only one batch size, for instance
             self.notes.append(f"every head by a plain forward ({type(error).__name__} while replaying was tried)")
             return
-        self.stacks, self.counts, self.bytes_per_row = True, two.counts, two.largest // 2
+        self.stacks, self.counts = True, Counter(call.module for call in two)
+        self.bytes_per_row = max(sum(t.nbytes for t in calls.tensors_in(call.output) or ()) for call in two) // 2
         dense = Recording(self, few, rows, starts)
-        for layer in sorted(self.problem.layers, key=lambda a: two.gates.get(a.name, 0)):
+        for layer in sorted(self.problem.layers, key=lambda a: gates.get(a.name, 0)):
             candidates = (starts[layer.name], {}) if layer.name in starts else ({},)
             good = next((start for start in candidates if self._agrees(layer.name, start, dense)), None)
             if good is not None:
@@ -116,27 +117,23 @@ class Replay:
         if self.starts:
             self.tokens = self._read_tokens(two, dense)
 
-    def _read_tokens(self, two: Forward, few: Recording) -> dict[str, int]:
+    def _read_tokens(self, two: Sequence[Call], few: Recording) -> dict[str, int]:
         """The modules of the last two blocks that need to compute only one token."""
         first = list(self.starts)[-2:][0]
         few.starts = self.starts
         few.record(first)
         running: list[Call] = []  # the calls of a replay, of modules that are called once: others only differ by number
         until = 0
-        for call in two.calls:
+        for call in two:
             if call.entered < until:
                 continue  # inside a call that is left out
-            if (call.module, call.number) in self.starts[first] or two.counts[call.module] > 1:
+            if (call.module, call.number) in self.starts[first] or self.counts[call.module] > 1:
                 until = call.left
             else:
                 running.append(call)
-        return read_tokens(
-            self.problem.model,
-            running,
-            lambda: few.run({}, first, 1)[0],
-            lambda a, b: _close(a, b, b, self.problem.model),
-            [layer.mask_point.module for layer in self.problem.layers if layer.mask_point],
-        )
+        model, hooked = self.problem.model, [a.mask_point.module for a in self.problem.layers if a.mask_point]
+        same = partial(_close, model)
+        return calls.read_tokens(model, running, lambda: few.run({}, first, 1)[0], same, hooked)
 
     def _agrees(self, name: str, start: Start, few: Recording) -> bool:
         """Whether a replay from ``start`` gives a plain forward's losses, for two of the layer's heads."""
@@ -151,7 +148,7 @@ class Replay:
             plain = torch.stack([few.plain({name: gate}) for gate in gates])
         except Exception:  # if the model itself is at fault, a plain forward fails too, and names the error
             return False
-        return _close(replayed, plain, few.dense, self.problem.model)
+        return _close(self.problem.model, replayed, plain, few.dense)
 
 
 class Recording:
@@ -204,7 +201,7 @@ class Recording:
             self.doubtful.discard(first)
             row = self.replay.recordings % len(losses)
             plain = self.plain({k: g[row] for k, g in by_layer.items()})
-            if not _close(losses[row], plain, self.dense, self.problem.model):
+            if not _close(self.problem.model, losses[row], plain, self.dense):
                 raise DisagreementError
         return losses
 
@@ -218,7 +215,7 @@ class Recording:
 
     def plain(self, gates: Mapping[str, Tensor]) -> Tensor:
         """Losses ``[examples]`` under gates ``{layer: [heads]}``, by a whole forward."""
-        with gated(self.problem.model, self.problem.layers, gates, self.fill), self._naming_rows():
+        with gated(self.problem.model, self.problem.layers, gates, self.fill):
             return self.problem.losses(self.batch).cpu().double()
 
     def stacked(self, gates: Mapping[str, Tensor], first: str) -> Tensor:
@@ -226,7 +223,7 @@ class Recording:
         rows = len(next(iter(gates.values())))
         if self.replay.tokens:
             try:
-                with reading(self.problem.model, self.replay.tokens):
+                with calls.reading(self.problem.model, self.replay.tokens):
                     losses = self.run(gates, first, rows)
                 if bool(losses.isfinite().all()):
                     return losses
@@ -239,18 +236,11 @@ class Recording:
         """As `stacked`, with all tokens of all modules."""
         each = {k: g.repeat_interleave(self.size, 0) for k, g in gates.items()}
         batch = self.problem.rows.take(self.batch, list(range(self.size)) * rows)
-        with ExitStack() as stack:
-            stack.enter_context(self._naming_rows())
-            stack.enter_context(gated(self.problem.model, self.problem.layers, each, self.fill))
-            stack.enter_context(answering(self.problem.model, self.starts[first], self._kept, rows))
-            return self.problem.losses(batch).cpu().double().view(rows, self.size)
-
-    @contextmanager
-    def _naming_rows(self) -> Iterator[None]:
-        """Errors name a row of the batch, not of the stack."""
+        model, layers = self.problem.model, self.problem.layers
         try:
-            yield
-        except NotFiniteError as error:
+            with gated(model, layers, each, self.fill), calls.answering(model, self.starts[first], self._kept, rows):
+                return self.problem.losses(batch).cpu().double().view(rows, self.size)
+        except NotFiniteError as error:  # it names a row of the stack, not of the batch
             raise NotFiniteError(self.problem, self.batch, error.row % self.size, error.value) from None
 
     def record(self, first: str) -> Tensor:
@@ -266,7 +256,7 @@ class Recording:
                 break
             wanted.update(new)
             self.window.add(name)
-        with keeping(self.problem.model, wanted, self._kept) as counts:
+        with calls.keeping(self.problem.model, wanted, self._kept) as counts:
             dense = self.problem.losses(self.batch).cpu().double()
         # Not stacked, if this batch takes another way through the model than the one that was tried.
         self._stacks &= all(count == self.replay.counts.get(name) for name, count in counts.items())
@@ -279,15 +269,14 @@ def _free_memory(model: nn.Module) -> int:
     return ranks.first("memory", lambda: free_memory(device) // (1 if device.type == "cuda" else ranks.local_size))
 
 
-def _close(replayed: Tensor, plain: Tensor, dense: Tensor, model: nn.Module) -> bool:
-    """Whether losses are the same up to rounding, and up to a small part of what the gates change."""
-    dtypes = {p.dtype for p in model.parameters()}
+def _close(model: nn.Module, replayed: Tensor, plain: Tensor, dense: Tensor | None = None) -> bool:
+    """Whether losses are the same up to rounding, and up to a small part of what gates change in the dense ones, if they change anything."""
     # However small a loss or a divergence is, it is a difference of logarithms that are about as large as logits.
     scale = plain.abs().max().clamp(min=0.1)
-    half = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in dtypes), None)
-    rounding, most = {torch.bfloat16: (4e-3, 2e-2), torch.float16: (5e-4, 3e-3), None: (5e-6, 1e-5)}[half]
-    allowed = torch.maximum(rounding * scale, torch.minimum(most * scale, 0.1 * (plain - dense).abs().max()))
-    return bool((replayed - plain).abs().max() <= allowed)
+    limits = {torch.bfloat16: (4e-3, 2e-2), torch.float16: (5e-4, 3e-3)}
+    rounding, most = max((limits.get(p.dtype, (5e-6, 1e-5)) for p in model.parameters()), default=(5e-6, 1e-5))
+    changed = 0.0 * scale if dense is None else 0.1 * (plain - dense).abs().max()
+    return bool((replayed - plain).abs().max() <= torch.maximum(rounding * scale, torch.minimum(most * scale, changed)))
 
 
 def _tokens(batch: Any) -> int:

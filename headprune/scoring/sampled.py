@@ -74,7 +74,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     sample = _empty(expected, problem.seed)
     budget = _budget(problem, replay, sample, began) * heads
     cut = problem.keep if (problem.keep or 0) < heads else None  # all: there is no cut
-    share = _FIRST if cut is not None else 1.0
+    share = 1.0 if cut is None else _FIRST
     sample = _grown(problem, replay, sample, torch.full_like(sample.sizes, share * budget / heads), 1)
     for number in range(2, _ROUNDS + 2):
         left = budget - sample.sizes.sum().item()
@@ -101,9 +101,8 @@ def _estimate(problem: Problem, sample: AblationSample, details: dict[str, Any])
         "estimated": f"gradients on all {n} examples, ablation on {counts.mean():.0f} of them per head",
     }
     if (seconds := problem.settings.seconds) is not None:
-        details["estimated"] += (
-            f", as many as fitted into {seconds:g} s here: on another machine, or a busier one, others"
-        )
+        more = f", as many as fitted into {seconds:g} s here: on another machine, or a busier one, others"
+        details["estimated"] += more
     # The examples' own share, two more of them counted: see `headprune.uncertainty`.
     own = (squares - n * values**2).clamp(min=0) + 2 * effects.abs().amax(0) ** 2
     stderr = (variance + own / n**2).sqrt()
@@ -192,17 +191,17 @@ def _grown(problem: Problem, replay: Replay, sample: AblationSample, sizes: Tens
         if rows := part.any(1).nonzero().flatten().tolist():
             tasks[f"round{number}-{i}"] = partial(_effects, problem, replay, batch, rows, part[rows].any(0))
             places.append([start + row for row in rows])
-            costs.append(float(part.sum()))
-    done = [0.0, *accumulate(costs)]
-    steps = max(int(done[-1]), 1)
+            costs.append(int(part.sum()))
+    done = [0, *accumulate(costs)]
+    steps = max(done[-1], 1)
 
     def report(tasks: int, total: int) -> None:
-        problem.progress(int(done[tasks]), steps)
+        problem.progress(done[tasks], steps)
 
     for rows, effects in zip(places, problem.store.share(f"round {number}", tasks, costs, report), strict=True):
         grown.effects[rows] = torch.where(new[rows], effects, grown.effects[rows])
     widest = 1.96 * float(scores_and_variance(grown)[1].max().sqrt())
-    problem.progress(int(done[-1]), steps, f"widest interval ±{widest:.2g}")
+    problem.progress(done[-1], steps, f"widest interval ±{widest:.2g}")
     return grown
 
 

@@ -85,9 +85,8 @@ class HeadScores:
         if few := [label for label, count in counts if 0 < count < FEW]:
             texts += [f"the scores of {_named(few)} rest on fewer than {FEW:.0f} examples, so their ± may be too small"]
         if none := [label for label, count in counts if count == 0]:
-            texts.append(
-                f"no example shows any effect of {_named(none)}: up to {min(1.0, 3 / self.examples):.1%} of all examples still may"
-            )
+            most = f"{min(1.0, 3 / self.examples):.1%}"
+            texts += [f"no example shows any effect of {_named(none)}: up to {most} of all examples still may"]
         return "; ".join(texts)
 
     @property

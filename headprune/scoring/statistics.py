@@ -75,7 +75,11 @@ def output_norm(problem: Problem) -> Estimate:
         return _table(problem, norms, losses)
 
     details = {"norm_before_output_projection": own} if own else {}
-    return _mean_over_examples(problem, "output-norm", _separable(problem), measure, **details)
+    try:
+        batches = separate(problem)
+    except (RuntimeError, HeadPruneError):  # it needs a gradient of the loss, and there is none
+        batches = in_singles(problem)
+    return _mean_over_examples(problem, "output-norm", batches, measure, **details)
 
 
 @method("weight-norm", unit="Frobenius norm of the head's columns of W_O", loss=False)
@@ -100,14 +104,6 @@ def random(problem: Problem) -> Estimate:
     values = torch.rand(problem.heads, generator=generator, dtype=torch.float64)
     problem.progress(1, 1)
     return Estimate.without_error(values, "a draw estimates nothing")
-
-
-def _separable(problem: Problem) -> Batches:
-    """Batches whose rows at W_O are one example's each: where tokens come before the batch, single examples."""
-    try:
-        return separate(problem)
-    except (RuntimeError, HeadPruneError):  # `separate` needs a gradient of the loss, and there is none
-        return in_singles(problem)
 
 
 def _mean_over_examples(problem: Problem, name: str, batches: Batches, measure: Measure, **details: Any) -> Estimate:

@@ -1,7 +1,168 @@
-"""What heads look at: their attention weights on any traced model, and figures and words for what each of them does."""
+"""What heads look at: their attention weights on any traced model, and figures and words for what each of them does.
 
-from headprune.seeing.maps import attention_weights
-from headprune.seeing.profiles import profile_heads
-from headprune.seeing.roles import HeadProfile
+`profile_heads` takes one pass over the data, and for decoders one over random tokens that repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headprune.arguments import layers_for, listed
+from headprune.attention import AttentionLayer, Layers
+from headprune.batches import Rows, is_empty
+from headprune.errors import HeadPruneError
+from headprune.inputs import Example, check_model, inputs_of, is_encoder_decoder, vocabulary_size, without_labels
+from headprune.running import quiet
+from headprune.seeing.maps import Weights, attention_weights, collect, collect_by_example, on_device, rows_of
+from headprune.seeing.roles import HeadProfile, HeadProfiles, profile_of
+from headprune.seeing.sums import (
+    Grid,
+    LayerInput,
+    Sequences,
+    Sums,
+    added,
+    convolution_shapes,
+    grid_among,
+    is_image,
+    sequences_of,
+    sums_of,
+)  # fmt: skip
 
 __all__ = ["HeadProfile", "attention_weights", "profile_heads"]
+
+REPEATED = 4  # sequences of random tokens
+_TOKENS = 50  # in each, before they are repeated
+_FEWEST = 8
+
+
+def profile_heads(
+    model: nn.Module,
+    batches: Iterable[Any],
+    layers: Sequence[AttentionLayer] | None = None,
+    *,
+    separators: Iterable[int] | None = None,
+    seed: int = 0,
+) -> HeadProfiles:
+    """How every head attends over data, in figures, and what that makes it: a head that looks at the previous token, an induction head …
+
+    One forward pass a batch. Only sums are kept, and a long input's weights are seen in parts, so memory does not grow with the
+    square of its length. Padding counts neither as query nor as key.
+
+    Args:
+        model: Any model that headprune traces, with any attention kernel; it is left as it was.
+        batches: A few dozen examples are enough for most figures. Labels are not looked at.
+        layers: Only these.
+        separators: Ids of the tokens that separate texts; by default the config's ``sep_token_id``.
+        seed: Of the random tokens that induction is measured on.
+
+    Returns:
+        ``{layer_name: [profile of head 0, …]}``; [] for a layer whose weights cannot be seen. See `headprune.HeadProfile`. ``.top(10)``
+        gives the heads that show their role best.
+
+    Raises:
+        HeadPruneError: No batch; the model does not run on one; no layer's weights can be seen.
+    """
+    check_model(model)
+    given = (inputs_of(model, batch) for batch in listed(batches) if not is_empty(batch))
+    inputs = [on_device(model, without_labels(model, batch)) for batch in given]
+    if not inputs:
+        raise HeadPruneError("There are no examples to look at.", "Give at least one batch.")
+    layers = layers_for(model, layers, inputs[0])
+    ids = [getattr(getattr(model, "config", None), "sep_token_id", None)] if separators is None else separators
+    marks = torch.tensor([i for i in ids if isinstance(i, int)], dtype=torch.long)
+    with quiet(model), torch.no_grad():
+        rows = rows_of(model, inputs)
+        seen, unseen, grid = _seen_layers(model, layers, rows.take(inputs[0], [0]))
+        sequences = [sequences_of(model, batch, rows) for batch in inputs]
+        known = LayerInput(separators=marks, frequencies=_frequencies(sequences), grid=grid)
+        sums = _sums(model, seen, inputs, rows, known)
+        repeated = _repeated_sums(model, seen, sequences, rows, seed)
+        for name, more in repeated.items():
+            sums[name] = added(sums[name], more)
+    heads = {a.name: [profile_of(sums[a.name], h) for h in range(a.num_heads)] for a in seen}
+    return HeadProfiles(
+        {layer.name: heads.get(layer.name, []) for layer in layers},
+        {layer.name: layer.index for layer in layers},
+        unseen,
+        examples=sum(map(rows.size, inputs)),
+        tokens=max(profiles[0].queries for profiles in heads.values()),
+        repeated=REPEATED if repeated else 0,
+        grid=grid,
+    )
+
+
+def _sums(model: nn.Module, layers: Layers, inputs: list[Example], rows: Rows, known: LayerInput) -> dict[str, Sums]:
+    """The sums over all queries of every layer, by its name; ``known`` holds for all batches."""
+
+    def keep(batch: Example, weights: Weights) -> Sums:
+        given = replace(known, sequences=sequences_of(model, batch, rows), is_image=is_image(batch))
+        return sums_of(weights, given)
+
+    sums: dict[str, Sums] = {layer.name: {} for layer in layers}
+    for batch in inputs:
+        for run in collect_by_example(model, layers, batch, rows, keep):
+            for name, calls in run.items():
+                sums[name] = added(sums[name], reduce(added, calls, {}))
+    return sums
+
+
+def _seen_layers(
+    model: nn.Module, layers: Layers, example: Example
+) -> tuple[list[AttentionLayer], dict[str, str], Grid | None]:
+    """The layers whose weights can be seen in one example, why others cannot, by name, and the grid of its patches if it is an image.
+
+    Raises:
+        HeadPruneError: No layer's weights can be seen.
+    """
+
+    unseen: dict[str, str] = {}
+    with convolution_shapes(model) as shapes:
+        positions = collect(model, layers, example, 1, lambda weights: weights.shape[2], unseen)
+    seen = [layer for layer in layers if layer.name not in unseen]
+    if not seen:
+        raise HeadPruneError(next(iter(unseen.values()), "The model has no attention layer."), "Name other layers.")
+    return seen, unseen, grid_among(shapes, positions[seen[0].name][0]) if is_image(example) else None
+
+
+def _frequencies(sequences: Sequence[Sequences]) -> Tensor | None:
+    """How often each token is in the source texts, by id."""
+    texts = [s.source for s in sequences]
+    tokens = [t.ids if t.real is None else t.ids[t.real] for t in texts if t.ids is not None]
+    return torch.bincount(torch.cat([ids.flatten() for ids in tokens]).cpu()) if tokens else None
+
+
+def _repeated_sums(
+    model: nn.Module, layers: Layers, sequences: Sequence[Sequences], rows: Rows, seed: int
+) -> dict[str, Sums]:
+    """The sums for induction and duplicate tokens, by layer, of a causal language model; {} of any other.
+
+    On random tokens, and the same again: Olsson et al. (2022, arXiv:2209.11895), "prefix matching", a head's attention from a token to
+    what followed it before.
+    """
+    decoders = [layer for layer in layers if layer.kind == "decoder"]
+    ids = [s.source.ids for s in sequences if s.source.ids is not None]
+    vocabulary = vocabulary_size(model)
+    if not decoders or not ids or is_encoder_decoder(model) or vocabulary < 2 * _TOKENS:
+        return {}
+    # The token that every text begins with, such as <s>, begins this one too.
+    firsts = torch.cat([i[:, 0] for i in ids])
+    begun = len(firsts) > 1 and bool((firsts == firsts[0]).all())
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    length = min(_TOKENS, (most - begun) // 2) if isinstance(most, int) else _TOKENS
+    if length < _FEWEST:
+        return {}
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.stack([torch.randperm(vocabulary, generator=generator)[:length] for _ in range(REPEATED)])
+    tokens = torch.cat([firsts[:1].cpu().expand(REPEATED, begun), drawn, drawn], dim=1).to(firsts.device)
+
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    try:
+        return _sums(model, decoders, [given], rows, LayerInput(repeated=length))
+    except HeadPruneError:  # it takes more than tokens, or not so many
+        return {}

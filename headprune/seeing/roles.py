@@ -9,9 +9,9 @@ import html
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from headprune.seeing.sequences import Grid
+from headprune.seeing.sums import REACH, Grid, Sums
 
 HALF = 0.5  # of the attention: Clark et al. (2019), section 3
 POINTS = 0.9  # of the queries: Voita et al. (2019), section 5.1
@@ -20,6 +20,7 @@ EVEN = 0.9  # of the largest possible entropy; Clark's 10 % of the attention at 
 NEAR = 0.5  # of the distance of even attention; ours
 MIXED = "mixed"
 UNKNOWN = "unknown"
+_FEW = 20  # queries below which a figure that only some queries have says nothing
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,22 @@ _SHARES = {
 }  # fmt: skip
 
 
-def with_role(profile: HeadProfile) -> HeadProfile:
+def profile_of(sums: Sums, head: int) -> HeadProfile:
+    """A head's figures, its role, and the figure that justifies it."""
+    pairs = {figure: pair[:, head].tolist() for figure, pair in sums.items()}
+    queries = int(pairs.get("entropy", (0, 0))[1])
+    least = {"separator": max(min(_FEW, queries / 2) - 0.5, 0), "same": _FEW - 0.5}
+    means: dict[str, Any] = {f: total / over for f, (total, over) in pairs.items() if over > least.get(f, 0)}
+    even = means.pop("even", None)
+    reach = means["distance"] / even if "distance" in means and even else None
+    at = {step: means.pop(f"at {step}") for step in range(-REACH, REACH + 1) if f"at {step}" in means}
+    if any(at.values()):
+        means["position"] = max(at, key=lambda step: at[step])
+        means["pointing"] = at[means["position"]]
+    return _with_role(HeadProfile(queries, **{"entropy": 0.0, "evenness": 0.0, **means}, reach=reach))
+
+
+def _with_role(profile: HeadProfile) -> HeadProfile:
     """A head's profile with its role and the figure that justifies it."""
     if not profile.queries:
         return replace(profile, role=UNKNOWN, because="no query in the data sees two keys")

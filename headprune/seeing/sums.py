@@ -1,26 +1,156 @@
-"""Sums over the queries of a layer, from which the figures of its heads are computed.
+"""Sums over the queries of a layer, from which the figures of its heads are computed; and what stands at its queries and keys.
 
 Only sums are kept: of a long input, the weights are seen in blocks (`headprune.seeing.maps.Weights.blocks`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headprune.inputs import doubled
+from headprune.attention import AttentionLayer
+from headprune.batches import Rows
+from headprune.divergence import IGNORED
+from headprune.inputs import doubled, is_encoder_decoder
 from headprune.seeing.maps import Weights
-from headprune.seeing.roles import HeadProfile
-from headprune.seeing.sequences import UNKNOWN_SEQUENCES, Grid, Sequences
 
+_MOST_BEFORE = 16  # positions before the patches
 REACH = 8  # relative positions that the largest weight is looked for at, on both sides
-_FEW = 20  # queries below which a figure that only some queries have says nothing
 
 Sums = dict[str, Tensor]
 """By figure, ``[2, heads]``: a sum over queries, and the number of queries (or the sum of weights) that it is divided by."""
+
+
+# -- what stands at the queries and keys of a layer: tokens of a text, padding, patches of an image ------------
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """A sequence of every example of a batch; None for what is not known.
+
+    Attributes:
+        ids: Of its tokens, ``[examples, positions]``.
+        real: Which positions are no padding, ``[examples, positions]``.
+    """
+
+    ids: Tensor | None = None
+    real: Tensor | None = None
+
+    def if_length(self, count: int) -> TokenSequence:
+        """This sequence if it has so many positions, else one of which nothing is known."""
+        known = self.ids if self.ids is not None else self.real
+        return self if known is not None and known.shape[1] == count else TokenSequence()
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a batch.
+
+    Attributes:
+        source: What the model reads: a text, or nothing that is known of an image.
+        target: What the decoder of an encoder-decoder reads; the source for any other model.
+    """
+
+    source: TokenSequence
+    target: TokenSequence
+
+    def queries(self, layer: AttentionLayer, count: int) -> TokenSequence:
+        """The sequence that a layer with so many queries attends from."""
+        return (self.source if layer.kind == "encoder" else self.target).if_length(count)
+
+    def keys(self, layer: AttentionLayer, count: int) -> TokenSequence:
+        """The sequence that a layer with so many keys attends to."""
+        return (self.target if layer.kind == "decoder" else self.source).if_length(count)
+
+
+UNKNOWN_SEQUENCES = Sequences(TokenSequence(), TokenSequence())
+
+
+def sequences_of(model: nn.Module, inputs: Any, rows: Rows) -> Sequences:
+    """The sequences that a model reads, as far as its arguments name them."""
+
+    def sequence(arguments: Any, prefix: str = "") -> TokenSequence:
+        ids, mask = (rows.table(arguments, f"{prefix}{name}") for name in ("input_ids", "attention_mask"))
+        fitting = mask is not None and (ids is None or ids.shape == mask.shape)
+        return TokenSequence(ids, mask != 0 if mask is not None and fitting else None)
+
+    source = sequence(inputs)
+    if not isinstance(inputs, Mapping) or not is_encoder_decoder(model):
+        return Sequences(source, source)
+    decoder: dict[str, Any] = {k: v for k, v in inputs.items() if k.startswith("decoder_")}
+    labels = inputs.get("labels")
+    if "decoder_input_ids" not in decoder and isinstance(labels, Tensor):
+        decoder.setdefault("decoder_attention_mask", labels != IGNORED)
+        if prepare := getattr(model, "prepare_decoder_input_ids_from_labels", None):
+            decoder["decoder_input_ids"] = prepare(labels=labels)
+    return Sequences(source, sequence(decoder, "decoder_"))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The patches of an image as positions of a sequence.
+
+    Attributes:
+        rows, columns: Of patches.
+        before: Positions before them, such as that of [CLS].
+    """
+
+    rows: int
+    columns: int
+    before: int = 0
+
+    def of(self, positions: int) -> Grid | None:
+        """The grid of a layer with so many positions, which may see larger patches, or windows; None if it has none."""
+        if positions == self.before + self.rows * self.columns:
+            return self
+        for rows in range(1, isqrt(positions) + 1 if self.rows <= self.columns else positions + 1):
+            if rows * self.columns % self.rows == 0 and rows * (rows * self.columns // self.rows) == positions:
+                return Grid(rows, rows * self.columns // self.rows)
+        side = isqrt(positions)
+        return Grid(side, side) if side * side == positions else None
+
+    def places(self, count: int) -> tuple[Tensor, Tensor]:
+        """Of the first ``count`` positions: row and column ``[count, 2]``, and which of them are patches ``[count]``."""
+        patch = torch.arange(count) - self.before
+        places = torch.stack([patch.div(self.columns, rounding_mode="floor"), patch % self.columns], dim=-1).float()
+        return places, patch >= 0
+
+
+def is_image(inputs: Any) -> bool:
+    """Whether a model is given images: a batch of channels, rows and columns."""
+    values = inputs.values() if isinstance(inputs, Mapping) else [inputs] if isinstance(inputs, Tensor) else inputs
+    return any(isinstance(t, Tensor) and t.ndim == 4 and t.is_floating_point() for t in values)
+
+
+@contextmanager
+def convolution_shapes(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
+    """Rows and columns of every convolution's output while the context lasts: one of them makes the patches."""
+    shapes: list[tuple[int, int]] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.ndim == 4:
+            shapes.append((output.shape[-2], output.shape[-1]))
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                stack.callback(module.register_forward_hook(note).remove)
+        yield shapes
+
+
+def grid_among(shapes: list[tuple[int, int]], positions: int) -> Grid | None:
+    """The shape with as many patches as a layer has positions, but for a few before them."""
+    fitting = [Grid(r, c, positions - r * c) for r, c in shapes if 0 <= positions - r * c <= _MOST_BEFORE]
+    return min(fitting, key=lambda grid: grid.before, default=None)
+
+
+# -- sums over queries ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,21 +186,6 @@ def sums_of(weights: Weights, given: LayerInput) -> Sums:
 def added(one: Sums, other: Sums) -> Sums:
     """The sums over the queries of both."""
     return one | {figure: one.get(figure, 0) + pair for figure, pair in other.items()}
-
-
-def profile_of(sums: Sums, head: int) -> HeadProfile:
-    """A head's figures; without a role yet."""
-    pairs = {figure: pair[:, head].tolist() for figure, pair in sums.items()}
-    queries = int(pairs.get("entropy", (0, 0))[1])
-    least = {"separator": max(min(_FEW, queries / 2) - 0.5, 0), "same": _FEW - 0.5}
-    means: dict[str, Any] = {f: total / over for f, (total, over) in pairs.items() if over > least.get(f, 0)}
-    even = means.pop("even", None)
-    reach = means["distance"] / even if "distance" in means and even else None
-    at = {step: means.pop(f"at {step}") for step in range(-REACH, REACH + 1) if f"at {step}" in means}
-    if any(at.values()):
-        means["position"] = max(at, key=lambda step: at[step])
-        means["pointing"] = at[means["position"]]
-    return HeadProfile(queries, **{"entropy": 0.0, "evenness": 0.0, **means}, reach=reach)
 
 
 class _Call:
@@ -156,7 +271,7 @@ class _Call:
     def _add_places(self, rows: Tensor, weights: Tensor, keys: Tensor, counted: Tensor) -> None:
         """Add what depends on where keys are from their query."""
         steps = torch.arange(weights.shape[-1], device=rows.device) - rows[:, None]  # [queries, keys]
-        _add_mean(self.sums, "itself", _share(weights, (steps == 0).expand_as(keys)), counted)
+        self._add_share("itself", weights, (steps == 0).expand_as(keys), counted)
         distances, placed = steps.abs().float(), torch.ones_like(steps, dtype=torch.bool)
         if self.grid is not None:
             places, patch = (t.to(rows.device) for t in self.grid.places(weights.shape[-1]))
@@ -179,12 +294,7 @@ class _Call:
 
     def _add_share(self, figure: str, weights: Tensor, keys: Tensor, counted: Tensor) -> None:
         """Add the share of some keys ``[examples, queries, keys]``, over the queries that have one of them."""
-        _add_mean(self.sums, figure, _share(weights, keys), counted & keys.any(dim=-1))
-
-
-def _share(weights: Tensor, keys: Tensor) -> Tensor:
-    """Shares ``[examples, heads, queries]`` of some keys ``[examples, queries, keys]``."""
-    return (weights * keys[:, None]).sum(dim=-1)
+        _add_mean(self.sums, figure, (weights * keys[:, None]).sum(dim=-1), counted & keys.any(dim=-1))
 
 
 def _at(weights: Tensor, keys: Tensor) -> Tensor:

@@ -18,24 +18,27 @@ The result need not be trusted: `headprune.prune` proves every removal.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.input_specs import build, of_config, recorded, with_own_dtype
 from headprune.inputs import Example, call, check_weights, does_not_run, model_device, move, usable
-from headprune.offload import hook_of, is_offloaded, renewed
+from headprune.offload import hook_of, is_elsewhere, is_offloaded, renewed
 from headprune.pruned import EmptyAttention, MultiheadAttention, convert, is_ours
 from headprune.running import quiet
 from headprune.trace.layers import read_layers
-from headprune.trace.meta import materialised
 from headprune.trace.tracer import Tracer
 
 __all__ = ["example_for", "find_attention"]
+
+_LARGE = 1_000_000  # elements
+_STRIDES = (1, 7, 61, 509, 4099)  # of large parameters, by dimension: neither rows nor columns are alike
 
 
 def find_attention(model: nn.Module, example: Example | None = None) -> list[AttentionLayer]:
@@ -105,7 +108,7 @@ def example_for(model: nn.Module) -> Example:
 
 def _trace(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
     """The layers of one traced forward, in which buffers may be differentiated, too."""
-    with materialised(model), _differentiable(model, buffers):
+    with _materialised(model), _differentiable(model, buffers):
         tracer = Tracer(model)
         with tracer.watching(), tracer:
             tracer.note_leaks(call(model, example))
@@ -146,3 +149,46 @@ def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
             tensor.requires_grad_(required)
             if (now := own.get(name)) is not None and now is not tensor and now.is_leaf:
                 now.requires_grad_(required)
+
+
+@contextmanager
+def _materialised(model: nn.Module) -> Iterator[None]:
+    """Random tensors on the CPU in the place of a model's meta tensors while the context lasts, but for those that accelerate loads.
+
+    Tracing needs a model's structure, not its weights. A large parameter is a view of a short random vector, in which every entry lies many
+    times: drawing billions of numbers would take minutes, and more memory than there is.
+    """
+    generator, known = torch.Generator().manual_seed(0), dict[int, Tensor]()
+
+    def real(t: Tensor) -> Tensor:
+        if t.is_meta and id(t) not in known:
+            known[id(t)] = _numbers(t, generator).requires_grad_(t.requires_grad)
+        return known.get(id(t), t)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            plain = vars(module)
+            for own in (module._parameters, module._buffers, plain):
+                for name, value in list(own.items()):
+                    stays = name[0] == "_" if own is plain else value is not None and is_elsewhere(module, name)
+                    if not stays and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
+                        stack.callback(own.__setitem__, name, value)
+                        own[name] = tree_map_only(Tensor, real, value)
+        yield
+
+
+def _numbers(meta: Tensor, generator: torch.Generator) -> Tensor:
+    """What takes the place of a meta tensor."""
+    shape, dtype = meta.shape, meta.dtype
+    if not meta.is_floating_point():
+        # Positions and indices: zero always exists. Masks: every token is visible.
+        return torch.full(shape, dtype in (torch.bool, torch.uint8), dtype=dtype)
+    if meta.ndim < 2:
+        numbers = torch.rand(shape, generator=generator).to(dtype) + 0.5
+    elif meta.numel() > _LARGE and isinstance(meta, nn.Parameter) and meta.ndim <= len(_STRIDES):
+        last = sum(stride * (side - 1) for stride, side in zip(_STRIDES, shape, strict=False))
+        numbers = torch.randn(last + 1, generator=generator) * shape[-1] ** -0.5
+        numbers = numbers.to(dtype).as_strided(shape, _STRIDES[: meta.ndim])
+    else:
+        numbers = (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+    return numbers

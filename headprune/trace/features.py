@@ -21,8 +21,7 @@ class Uses:
     def add(self, head: int, name: str, gradient: Tensor) -> None:
         """Add what a head reads of a tensor: the entries for which its gradient is not zero."""
         for dim in range(gradient.ndim):
-            sets = self.entries.setdefault((name, dim), empty_sets(self.heads))
-            sets[head] |= nonzero(gradient.movedim(dim, -1))
+            self.entries.setdefault((name, dim), empty_sets(self.heads))[head] |= nonzero(gradient.movedim(dim, -1))
 
     def merge_into(self, tables: dict[tuple[str, int], list[set[int]]]) -> None:
         """Add the dimensions along which every head reads entries that not all heads read."""
@@ -59,11 +58,8 @@ def alike(features: Sequence[set[int]]) -> bool:
 
 def users_of(features: Sequence[set[int]]) -> dict[int, frozenset[int]]:
     """The heads that have each feature."""
-    users: dict[int, frozenset[int]] = {}
-    for head, own in enumerate(features):
-        for feature in own:
-            users[feature] = users.get(feature, frozenset()) | {head}
-    return users
+    every = set().union(*features)
+    return {feature: frozenset(h for h, own in enumerate(features) if feature in own) for feature in every}
 
 
 def sharing(rows: Sequence[Sequence[set[int]]], heads: int) -> tuple[tuple[int, ...], ...]:

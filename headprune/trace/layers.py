@@ -27,23 +27,21 @@ def read_layers(trace: Tracer) -> list[AttentionLayer]:
         if not attention.pairwise and (others or not disjoint(attention.columns)):
             continue  # over channels, streams or a convolution's taps
         known = unique.setdefault(attention.module, [])
-        same = next((a for a in known if a.rows == attention.rows), None)
-        if same is None:
-            if twin := next((a for a in known if _gives_the_same_heads(a, attention)), None):
-                twin.absorb(attention)
-            else:
-                known.append(attention)
-        elif (same.output, same.columns) != (attention.output, attention.columns):
-            same.refuse(f"its result goes through two output projections, {same.output} and {attention.output}")
+        if same := next((a for a in known if a.rows == attention.rows), None):
+            if (same.output, same.columns) != (attention.output, attention.columns):
+                same.refuse(f"its result goes through two output projections, {same.output} and {attention.output}")
+        elif twin := next((a for a in known if _reach_the_same(a, attention)), None):
+            twin.absorb(attention)
+        else:
+            known.append(attention)
     named = [(a, f"#{n}" if n > 1 else "") for calls in unique.values() for n, a in enumerate(calls, 1)]
     return [_layer(trace, index, attention, suffix) for index, (attention, suffix) in enumerate(named)]
 
 
-def _gives_the_same_heads(one: AttentionCall, other: AttentionCall) -> bool:
-    """Whether two computations in one module reach the same columns of W_O, head by head, as differential attention's do."""
-    columns, others = ((a.output, a.output_dim, a.columns) for a in (one, other))
-    reasons = one.reason or other.reason
-    return not reasons and bool(one.output) and columns == others and disjoint(one.columns)
+def _reach_the_same(one: AttentionCall, other: AttentionCall) -> bool:
+    """Whether the heads of two computations in one module reach the same columns of W_O, as differential attention's do."""
+    places = [(a.output, a.output_dim, a.columns) for a in (one, other)]
+    return bool(one.output) and not one.reason + other.reason and places[0] == places[1] and disjoint(one.columns)
 
 
 def _settle_output(trace: Tracer, attention: AttentionCall) -> None:
@@ -54,10 +52,16 @@ def _settle_output(trace: Tracer, attention: AttentionCall) -> None:
     elif wrapper := _wrapper(attention):
         attention.wrapper, attention.columns = wrapper, []
         attention.reason = f"its output projection {wrapper} is made of several layers: merge them (LoRA) first"
-    elif attention.output and not attention.reason and _elsewhere(trace, attention):
+    elif attention.output and not attention.reason and _is_called_elsewhere(trace, attention):
         attention.refuse(f"its output projection {attention.output} is also called on other data")
     elif attention.leak and not attention.reason and not overlap(attention.columns):
         attention.refuse(f"its heads reach {attention.leak} past the output projection {attention.output}")
+
+
+def _is_called_elsewhere(trace: Tracer, attention: AttentionCall) -> bool:
+    """Whether W_O is called more often than this attention module computes attention."""
+    own = sum(a.module == attention.module and a.output == attention.output for a in trace.attentions)
+    return trace.records[attention.output].calls > own
 
 
 def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> AttentionLayer:
@@ -65,9 +69,8 @@ def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> 
     kind = "cross" if attention.cross else "decoder" if attention.causal else "encoder"
     reason = attention.reason or _separable(attention)
     attention.columns = filled(attention.columns, trace.records[attention.output].size_in)
-    output = None
-    if attention.output and disjoint(attention.columns):
-        output = HeadFeatures(attention.output, _sorted(attention.columns))
+    reaches = bool(attention.output) and disjoint(attention.columns)
+    output = HeadFeatures(attention.output, _sorted(attention.columns)) if reaches else None
     projections, tables, groups = _projections(trace, attention), _tables(trace, attention), _groups(attention)
     owners = tuple(t.name.rpartition(".")[0] for t in tables)
     counting = _counting(trace, attention)
@@ -103,17 +106,17 @@ def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> 
 
 def _projections(trace: Tracer, attention: AttentionCall) -> tuple[HeadFeatures, ...]:
     """Every projection but W_O that holds features of single heads."""
-    result = []
+    # What several layers read, such as a position bias, stays whole.
+    others = {module for a in trace.attentions if a.module != attention.module for module in a.rows}
+    own: dict[str, list[set[int]]] = {}
     for module, rows in attention.rows.items():
-        rows = filled(rows, trace.records[module].size_out)
-        elsewhere = any(module in a.rows and a.module != attention.module for a in trace.attentions)
-        if elsewhere and not is_inside(module, attention.module):
-            continue  # something that several layers read, such as a position bias: it stays whole
-        shared = set.intersection(*rows) if len(rows) > 1 else set()
-        own = [r - shared for r in rows]  # features that all heads use stay (MQA, latent attention)
-        if any(own):
-            result.append(HeadFeatures(module, _sorted(own)))
-    return tuple(result)
+        if module not in others or is_inside(module, attention.module):
+            rows = filled(rows, trace.records[module].size_out)
+            shared = (
+                set.intersection(*rows) if len(rows) > 1 else set()
+            )  # by all heads (MQA, latent attention): it stays
+            own[module] = [features - shared for features in rows]
+    return tuple(HeadFeatures(module, _sorted(rows)) for module, rows in own.items() if any(rows))
 
 
 def _values(trace: Tracer, attention: AttentionCall) -> HeadFeatures | None:
@@ -195,9 +198,12 @@ def _uncuttable(
             return _unsliceable(module, trace.modules[module])
         if hasattr(weight, "placements"):
             return f"the weight of {module} is spread over devices (tensor parallel): prune before distributing it"
-    named = [(f"{module}.weight", weight) for module, weight in weights]
-    of_model: dict[str, Any] = {**dict(trace.model.named_parameters()), **dict(trace.model.named_buffers())}
-    for name, tensor in (*named, *((t.name, of_model[t.name]) for t in tables)):
+    of_model: dict[str, Any] = dict([*trace.model.named_parameters(), *trace.model.named_buffers()])
+    named = [
+        *((f"{module}.weight", weight) for module, weight in weights),
+        *((t.name, of_model[t.name]) for t in tables),
+    ]
+    for name, tensor in named:
         if not _can_be_cut(tensor):
             plain = type(tensor) in (Tensor, nn.Parameter)
             kind = str(tensor.dtype).removeprefix("torch.") if plain else type(tensor).__name__
@@ -250,19 +256,10 @@ def _idle(trace: Tracer, attention: AttentionCall, part: HeadFeatures, side: str
 
 def _as_wide(module: nn.Module, width: int, side: str) -> bool:
     """Whether a module seems to have weights for as many inputs or outputs."""
-    for parameter in module.parameters(recurse=False):
-        shape = parameter.shape[:2]
-        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and parameter.ndim > 1:
-            shape = shape[:1] if side == "out" else shape[1:]
-        if width in shape:
-            return True
-    return False
-
-
-def _elsewhere(trace: Tracer, attention: AttentionCall) -> bool:
-    """Whether W_O is called more often than this attention module computes attention."""
-    own = [a for a in trace.attentions if a.module == attention.module and a.output == attention.output]
-    return trace.records[attention.output].calls > len(own)
+    shapes = [parameter.shape[:2] for parameter in module.parameters(recurse=False)]
+    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+        shapes = [shape if len(shape) < 2 else shape[:1] if side == "out" else shape[1:] for shape in shapes]
+    return any(width in shape for shape in shapes)
 
 
 def _wrapper(attention: AttentionCall) -> str:

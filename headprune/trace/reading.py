@@ -41,10 +41,8 @@ class Reader:
             # (batch, tokens, heads, …), as in sliding windows and deformable attention: all tokens read the same features.
             rows = self.rows(tensor, heads) if len(heads) > 1 else {}
             if len(heads) == 1 or (rows and all(map(alike, rows.values()))):
-                for dim in range(2, tensor.ndim - 1):
-                    others = HeadSlices.along(dim, tensor.shape[dim])
-                    if 1 < len(others) <= 256 and self._have_own_rows(tensor, others):
-                        return others
+                few = (HeadSlices.along(d, n) for d, n in enumerate(tensor.shape[:-1]) if d > 1 and 1 < n <= 256)
+                return next((others for others in few if self._have_own_rows(tensor, others)), heads)
             return heads
         if tensor.ndim != 3 or not tensor.requires_grad or tensor.shape[0] > _MOST_SLICES:
             return None
@@ -81,8 +79,7 @@ class Reader:
 
         The same question comes several times for one attention's queries and keys; it is answered once.
         """
-        rows = next((r for t, h, r in self.known if t is tensor and h == heads), None)
-        if rows is None:
+        if (rows := next((r for t, h, r in self.known if t is tensor and h == heads), None)) is None:
             rows = {}
             sources = [(self.calls[id(leaf)], leaf) for leaf in leaves_of(tensor) if id(leaf) in self.calls]
             for h, call, gradient in self._gradients(tensor, heads, sources):
@@ -151,12 +148,10 @@ class Reader:
 
     def columns_of(self, attention: AttentionCall, source: Tensor, dim: int = -1) -> list[set[int]]:
         """The features of ``source`` along ``dim`` that each head's result reaches."""
-        forward = _derivative(source, attention.result)
-        heads, columns = attention.heads, []
-        for h, indices in enumerate(heads.indices):
+        forward, heads, columns = _derivative(source, attention.result), attention.heads, []
+        for h in range(len(heads)):
             tangent = torch.zeros_like(attention.result)
-            where = torch.tensor(indices, device=tangent.device)
-            tangent.index_copy_(heads.dim, where, self._noise(heads.take(tangent, h)))
+            heads.put(tangent, h, self._noise(heads.take(tangent, h)))
             columns.append(nonzero(forward(tangent).movedim(dim, -1)))
         return columns
 
@@ -169,8 +164,8 @@ class Reader:
         outputs = []
         for _ in range(2):
             drawn, tangent = self._noise(heads.take(attention.result, 0)), torch.zeros_like(attention.result)
-            for indices in heads.indices:
-                tangent.index_copy_(heads.dim, torch.tensor(indices, device=tangent.device), drawn)
+            for h in range(len(heads)):
+                heads.put(tangent, h, drawn)
             outputs.append(forward(tangent).double().nan_to_num())
         parts = [tuple(out[..., sorted(own)] for out in outputs) for own in columns]
         close = 64 * torch.finfo(source.dtype).eps

@@ -35,6 +35,10 @@ class HeadSlices:
         """The part of a tensor that belongs to one head."""
         return tensor.index_select(self.dim, torch.tensor(self.indices[head], device=tensor.device))
 
+    def put(self, tensor: Tensor, head: int, values: Tensor) -> None:
+        """Write one head's part of a tensor."""
+        tensor.index_copy_(self.dim, torch.tensor(self.indices[head], device=tensor.device), values)
+
     def __len__(self) -> int:
         return len(self.indices)
 

@@ -98,14 +98,12 @@ class Tracer(TorchFunctionMode):
 
     def _note_loaded(self, given: Any) -> None:
         """Name parameters that came in just for this call (accelerate), as long as they last."""
+        held = [(m, n, p) for m in reversed(self.running) for n, p in self.modules[m]._parameters.items()]
         for part in given:
             if isinstance(part, nn.Parameter) and id(part) not in self.tensors:
-                for module in reversed(self.running):
-                    own = self.modules[module]._parameters.items()
-                    if (name := next((n for n, p in own if p is part), None)) is not None:
-                        self.tensors[id(part)] = f"{module}.{name}" if module else name
-                        weakref.finalize(part, self.tensors.pop, id(part), None)
-                        break
+                for module, name in [(m, n) for m, n, p in held if p is part][:1]:
+                    self.tensors[id(part)] = f"{module}.{name}" if module else name
+                    weakref.finalize(part, self.tensors.pop, id(part), None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,8 +116,7 @@ class Tracer(TorchFunctionMode):
         if func in _SOFTMAX:
             return self._on_softmax(func, args, kwargs)
         if func in _LINEAR:
-            weights = [a for a in args if isinstance(a, Tensor) and a.ndim == 2]
-            owner = self._owner(weights)
+            owner = self._owner([a for a in args if isinstance(a, Tensor) and a.ndim == 2])
             if owner is None and func is F.linear:
                 owner = self._owner_of_experts(args)
             if owner is not None:
@@ -133,14 +130,12 @@ class Tracer(TorchFunctionMode):
 
     def _owner(self, weights: list[Tensor]) -> str | None:
         """The module that one of these belongs to."""
-        if self.running:  # its weight may have come in just for this call (accelerate)
-            own = self.modules[self.running[-1]]._parameters.values()
-            if any(w is p for w in weights for p in own):
-                return self.running[-1]
         owners: list[str] = next((self.owner[memory(w)] for w in weights if memory(w) in self.owner), [])
-        if self.running and self.running[-1] in owners:  # several, where modules share a weight
-            return self.running[-1]
-        return owners[0] if owners else None
+        for inner in self.running[-1:]:
+            own = self.modules[inner]._parameters.values()  # they may have come in just for this call (accelerate)
+            if inner in owners or any(w is p for w in weights for p in own):
+                return inner
+        return owners[0] if owners else None  # several, where modules share a weight
 
     def _owner_of_experts(self, args: Any) -> str | None:
         """The running module, if a linear function takes a matrix out of its parameter of several, ``[experts, out, in]``."""
@@ -177,7 +172,7 @@ class Tracer(TorchFunctionMode):
         heads, result = len(attention.heads), attention.result
         if heads < 2 or result.shape[-1] < 2 or source.shape[dim] != heads or source.numel() != result.numel():
             return False
-        if not any(leaf is result for leaf in leaves_of(source)):
+        if all(leaf is not result for leaf in leaves_of(source)):
             return False
         columns = self.reader.columns_of(attention, source, dim)
         return disjoint(columns) and all(len(own) == 1 for own in columns)
@@ -227,8 +222,8 @@ class Tracer(TorchFunctionMode):
     def _on_hidden(self, args: Any, kwargs: Any) -> None:
         """Attention inside torch's own function, where nothing can be seen: record at least that it is there."""
         heads = kwargs.get("num_heads", args[4] if len(args) > 4 else 1)
-        attention = self._new_attention(torch.zeros(0), HeadSlices.along(1, heads))
-        attention.reason = "it calls torch's multi_head_attention_forward, which hides its heads; declare a stand-in"
+        why = "it calls torch's multi_head_attention_forward, which hides its heads; declare a stand-in"
+        self._new_attention(torch.zeros(0), HeadSlices.along(1, heads), reason=why)
 
     def _on_softmax(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         out: Tensor = func(*args, **kwargs)
@@ -255,21 +250,19 @@ class Tracer(TorchFunctionMode):
     def _note_lone_head(self, scores: Tensor) -> None:
         """Record attention of one head ``[batch, queries, keys]`` by an entry of a list of modules, as textbooks write a head."""
         listed = isinstance(self.modules.get(self._attention_module().rpartition(".")[0]), nn.ModuleList)
-        if not listed or scores.ndim != 3 or not self.reader.compares_tokens(scores[0, -1]):
-            return
-        heads = HeadSlices(0, (tuple(range(scores.shape[0])),))
-        attention = self._new_attention(scores, heads, fused=False, tokens=scores.shape[-2])
-        self._read(attention, scores, heads)
-        attention.reason = (
-            "it is a head by itself in a list of modules, and headprune removes heads from within a module"
-        )
+        if listed and scores.ndim == 3 and self.reader.compares_tokens(scores[0, -1]):
+            heads = HeadSlices(0, (tuple(range(scores.shape[0])),))
+            why = "it is a head by itself in a list of modules, and headprune removes heads from within a module"
+            attention = self._new_attention(scores, heads, fused=False, tokens=scores.shape[-2], reason=why)
+            self._read(attention, scores, heads)
 
     def _match_output(self, owner: str, as_module: bool, source: Tensor, dim: int) -> bool:
         """Take a linear layer for W_O of every attention that its input ``source`` depends on; returns whether there is one."""
         if not self.attentions or not source.requires_grad:
             return False
         matched = False
-        reached = {id(leaf): leaf for leaf in leaves_of(source)}
+        leaves = leaves_of(source)
+        reached = {id(leaf) for leaf in leaves}
         for attention in self.attentions:
             if id(attention.result) not in reached or attention.reason:
                 continue
@@ -281,7 +274,7 @@ class Tracer(TorchFunctionMode):
                 attention.reason = f"its output projection ({owner}) is not called as a module"
                 continue
             attention.columns = self.reader.columns_of(attention, source, dim)
-            self.reader.note_values(attention, attention.columns, source.movedim(dim, -1), list(reached.values()))
+            self.reader.note_values(attention, attention.columns, source.movedim(dim, -1), leaves)
         return matched
 
     def note_leaks(self, output: Any) -> None:
@@ -301,13 +294,13 @@ class Tracer(TorchFunctionMode):
         pending = [a for a in self.attentions if a.module == name and not a.output and not a.reason]
         if not pending or not isinstance(returned, Tensor) or not returned.requires_grad:
             return
-        reached = {id(leaf): leaf for leaf in leaves_of(returned)}
+        leaves = leaves_of(returned)
         for attention in pending:
-            if id(attention.result) in reached and len(attention.heads) > 1:
+            if len(attention.heads) > 1 and any(leaf is attention.result for leaf in leaves):
                 columns = self.reader.columns_of(attention, returned)
                 if disjoint(columns):
                     attention.returned = columns
-                    self.reader.note_values(attention, columns, returned, list(reached.values()))
+                    self.reader.note_values(attention, columns, returned, leaves)
 
     def _returned(self, output: Any) -> str:
         """The linear layer whose output a module returns, in another shape at most; "" if it returns something else."""

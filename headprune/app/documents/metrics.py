@@ -9,10 +9,9 @@ from typing import ClassVar
 from headprune.app.documents.run import Environment, Examples, Measured, Training
 from headprune.app.options import FinetuneOptions
 from headprune.budgets import Budget, Fit, Reading, kind_named
-from headprune.decoding import GenerationRow
 from headprune.documents import Beside, Count, File
 from headprune.evaluation import Change
-from headprune.latency import LatencyRow
+from headprune.latency import GenerationRow, LatencyRow
 from headprune.plan_search import ComparedOrder
 from headprune.planning.strategies import Effort, Work
 from headprune.repairing import Repair

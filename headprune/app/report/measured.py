@@ -12,8 +12,7 @@ from headprune.app.documents import DISTURBED, BudgetResult, Dense, Measured, Me
 from headprune.app.pictures import new_figure
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Figure, Markdown, Strong, Table, bullets, listed, notes_by_size
-from headprune.decoding import GenerationRow
-from headprune.latency import LatencyRow
+from headprune.latency import GenerationRow, LatencyRow
 from headprune.planning import AUTO, STRATEGIES, abouts
 from headprune.timing import ATTENTION, LAUNCH, PROJECTIONS
 

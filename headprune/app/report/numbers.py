@@ -11,9 +11,8 @@ from pathlib import Path
 
 from headprune.amounts import digits
 from headprune.app.documents import BudgetRecord, Environment, Measured, TimeParts
-from headprune.decoding import GenerationRow
 from headprune.evaluation import Change
-from headprune.latency import LatencyRow, Speedup
+from headprune.latency import GenerationRow, LatencyRow, Speedup
 
 METRICS = {"accuracy": "accuracy", "f1": "F1 (macro)", "loss": "loss"}
 """Metrics that are told beside a run's own, and what they are called."""

@@ -23,7 +23,7 @@ from headprune.inputs import model_device, move, without_labels
 from headprune.running import quiet
 from headprune.seeing import HeadProfile, profile_heads
 from headprune.seeing.maps import Weights, collect, on_device
-from headprune.seeing.sequences import Grid, sequences_of
+from headprune.seeing.sums import Grid, sequences_of
 
 _ANSWER = 24  # tokens of a text that an encoder-decoder writes
 _EXAMPLES = 64  # that profiles rest on, at most

@@ -25,7 +25,6 @@ from headprune.app.workflow.scene import Console, Saved, Scene, budget_input, in
 from headprune.app.workflow.search import PruneConfig
 from headprune.attention import AttentionLayer, Heads
 from headprune.budgets import Fit
-from headprune.decoding import GenerationRow, benchmark_generation
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, evaluate
@@ -261,14 +260,16 @@ def time_parts(
     return tuple(rows)
 
 
-def time_generation(models: Mapping[str, nn.Module], prompts: Shapes, console: Console) -> tuple[GenerationRow, ...]:
+def time_generation(
+    models: Mapping[str, nn.Module], prompts: Shapes, console: Console
+) -> tuple[latency.GenerationRow, ...]:
     """How fast the dense and the pruned models write; () where they do not."""
-    rows: list[GenerationRow] = []
+    rows: list[latency.GenerationRow] = []
     if not writes(next(iter(models.values()))):
         return ()
     with console.track("writing tokens") as progress:
         for *_, example in tracked(prompts, progress):
-            if (row := benchmark_generation(models, example)) is None:
+            if (row := latency.benchmark_generation(models, example)) is None:
                 return ()
             rows.append(row)
     return tuple(rows)

@@ -23,6 +23,7 @@ from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import name_of, narrow, placed, placing_of, stored_size, widen
 from headprune.attention import AttentionLayer
+from headprune.batches import shaped
 from headprune.errors import HeadPruneError, PruneError, ScoresError, first_line
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
 from headprune.inputs import call, model_device, move, unlabelled, without_labels
@@ -30,7 +31,8 @@ from headprune.memory import is_out_of_memory
 from headprune.offload import copied
 from headprune.parallel import current
 from headprune.plan_search import SearchConsole
-from headprune.scoring import HeadScores, method_and_settings, method_named
+from headprune.scoring import HeadScores, method_and_settings
+from headprune.scoring.base import method_named
 from headprune.surgery import answers
 from headprune.trace import find_attention
 
@@ -86,7 +88,7 @@ class Scene:
         """Examples of median length, without labels where the model does not need them; or texts of another ``length``, without labels."""
         example: Any = self.parts.report.typical(min(batch, len(self.parts.report)))
         example = unlabelled(example) if length else without_labels(self.model, example)
-        return latency.shaped(example, batch, length)
+        return shaped(example, batch, length)
 
     def save(self, model: nn.Module, path: Path, tolerance: float, **about: Any) -> Saved:
         """Save a pruned model as its checkpoint was stored, and see that the folder answers as the model does.

@@ -10,8 +10,7 @@ from headprune.app.documents import Planning, Point
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.scene import Console, Scene, budget_input
-from headprune.budgets import Budget, Fit
-from headprune.budgets.subject import Subject
+from headprune.budgets import Budget, Fit, Subject
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import interval, measurable
 from headprune.options import SearchOptions
