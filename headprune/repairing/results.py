@@ -37,11 +37,11 @@ class LayerRepair:
 
 @dataclass(frozen=True)
 class AnswersRepair:
-    """The step towards the dense model's answers (`headprune.repairing.gauss_newton`).
+    """The step towards the dense model's answers (`headprune.repairing.gauss_newton`), the last one where it was taken again.
 
     Attributes:
         before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
-            model's, on the calibration examples, with every layer refitted.
+            model's, on the calibration examples, without it.
         held_out: What it should be on an example that is left out, to first order.
         strength: The ridge's, with which that is least.
         examples: How many were fitted to.
@@ -103,7 +103,8 @@ class Repair:
         biases: Output projections that had no bias, and have one now.
         notes: Which weights could not be refitted, and why.
         answers: The step towards the dense model's answers; None where none was taken.
-        trials: How every step did on examples that it was not fitted to, and whether it was kept.
+        trials: How every step did on examples that it was not fitted to, and whether it was kept; the step towards the answers may be in
+            it several times.
     """
 
     layers: dict[str, LayerRepair]

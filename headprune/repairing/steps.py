@@ -6,7 +6,7 @@ and compared on others: those that choose between plans too. Where there are non
 cross-fitting (`_Crossed`).
 
 A step is kept if it lowers the mean divergence from the dense model's answers, and with few examples, by more than is likely by
-chance (`better`).
+chance (`better`). The last step is taken again, from where it led to, as long as it more than halves the divergence.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from headprune.uncertainty import p_value, spread
 _LEAST = 4  # examples: two or three may agree by accident
 _ENOUGH = 100  # examples: with so many, whatever does better on average is kept
 _MOST = 512  # examples that are cross-fitted
+_AGAIN = 0.5  # of the divergence: a step that leaves less has gone so far that its slopes are others now
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # of a step that are tried: with less nothing is gained, more is as good as all
 
 
@@ -43,7 +44,7 @@ class Step:
         fit: ``fit(calibration, drop, start)`` gives the weights after this step, from those before it, or why it is left out.
             ``drop`` are the heads that go. The model is the dense one, and must be so afterwards.
         by_layer: Whether it fits every layer for itself, from the sums of the calibration, without running the model. Plans are
-            compared with such steps done. They are made one after another, whether those before were kept or not.
+            compared with such steps done. They are made one after another, whether those before were kept or not, and once.
     """
 
     name: str
@@ -126,11 +127,13 @@ def checked_repair(
     fitted, estimated = far(old)
     trials: list[Trial] = []
     notes: list[str] = []
-    for step in steps:
+    ahead = list(steps)
+    while ahead:
+        step = ahead.pop(0)
         with torch.inference_mode(False), torch.no_grad():
             weights = step.fit(calibration, drop, latest if step.by_layer else best)
         if isinstance(weights, LeftOut):
-            notes += [weights] if weights else []
+            notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
             continue
         before, (own, after) = estimated if step.by_layer else fitted, far(weights)
         if step.by_layer:
@@ -146,6 +149,8 @@ def checked_repair(
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
             best, fitted, estimated = weights, own, after
+            if not step.by_layer and trials[-1].after < _AGAIN * trials[-1].before:
+                ahead.insert(0, step)
     best = drop_columns(calibration, drop) if best is old else best
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, taken=None)
 

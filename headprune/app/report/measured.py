@@ -193,9 +193,10 @@ def metrics_table(metrics: Metrics) -> Table:
 
 
 def left_out(metrics: Metrics) -> str:
-    """The steps of repair that were tried and not kept; "" if all were."""
+    """The steps of repair that were tried and never kept; "" if there is none."""
     trials = [(b.kept, t) for b in verdict.largest_first(metrics) if b.repair for t in b.repair.trials]
-    steps = [f"{trial.step} with {amounts.head_count(kept)}" for kept, trial in trials if not trial.kept]
+    kept = [(size, trial.step) for size, trial in trials if trial.kept]
+    steps = [f"{t.step} with {amounts.head_count(size)}" for size, t in trials if (size, t.step) not in kept]
     return listed(steps) if steps else ""
 
 
