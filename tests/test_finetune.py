@@ -511,9 +511,7 @@ def pruned_here(pruned_run: Path, here: Path) -> Path:
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_it_is_stored_as_the_pruned_model_is(
-    half: torch.dtype, here: Path, bert_folder: Path, data_folder: Path
-) -> None:
+def test_stored_as_the_pruned_model_is(half: torch.dtype, here: Path, bert_folder: Path, data_folder: Path) -> None:
     """It is trained in float32; stored so, it would be larger than the dense model in half precision was."""
     model = tf.AutoModelForSequenceClassification.from_pretrained(bert_folder)
     model.to(half).save_pretrained("half")
