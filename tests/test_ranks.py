@@ -195,9 +195,7 @@ def test_plans_repair_and_evaluation_are_those_of_one_process(
 @pytest.mark.parametrize(("size", "options"), [
     (2, {}), (3, {"dropout": 0.0, "alpha": 1.0, "hidden": True}), (3, {"alpha": 0.0, "steps": 5}),
 ], ids=["dropout", "hidden states", "labels alone"])  # fmt: skip
-def test_a_training_is_that_of_one_process(
-    processes: Processes, tmp_path: Path, size: int, options: dict[str, Any]
-) -> None:
+def test_a_training_is_that_of_one_process(processes: Processes, tmp_path: Path, size: int, options: Any) -> None:
     """Whatever the last batch has, and with the same dropout. Weights may differ where a gradient is zero but for rounding, as
     a key's bias has: Adam divides by its size."""
     one = shared.finetuned(**options, work=str(tmp_path / "one"))

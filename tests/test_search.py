@@ -247,9 +247,7 @@ def counting(model: nn.Module) -> Iterator[Counter[Any]]:
 
 @pytest.mark.parametrize("repair", [False, True])
 @pytest.mark.parametrize("strategy", LOOKING)
-def test_a_search_costs_what_it_says_before_and_after(
-    strategy: str, repair: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_search_costs_what_it_says_before_and_after(strategy: str, repair: bool, caplog: Any) -> None:
     """A backward pass counts as two."""
     caplog.set_level(logging.INFO, "headprune")
     model, batches = small()
@@ -435,9 +433,7 @@ HEAD = {"params": 4 * 24 * 8 + 3 * 8, "flops": 28 * 2 * 4 * 24 * 8 + 2 * 2 * 4 *
 
 
 @pytest.mark.parametrize(("kind", "count", "heads"), [("params", parameters, 1.5), ("flops", operations, 2.0)])
-def test_counted_budgets_are_met_with_as_many_heads_as_can_be(
-    kind: str, count: Any, heads: float, encoder: Problem
-) -> None:
+def test_counted_budgets_are_met_with_most_heads(kind: str, count: Any, heads: float, encoder: Problem) -> None:
     """As a share of the dense model's, and in their own unit; nested with numbers of heads. A head's share is counted by hand."""
     model, batches, choose = encoder
     dense = count(model, batches[0])

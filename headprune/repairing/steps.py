@@ -6,7 +6,7 @@ and compared on others: those that choose between plans too. Where there are non
 cross-fitting (`_Crossed`).
 
 A step is kept if it lowers the mean divergence from the dense model's answers, and with few examples, by more than is likely by
-chance (`better`). The last step is taken again, from where it led to, as long as it more than halves the divergence.
+chance (`better`). The last step is taken again as long as it more than halves the divergence (`_leads_on`).
 """
 
 from __future__ import annotations
@@ -149,10 +149,19 @@ def checked_repair(
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
             best, fitted, estimated = weights, own, after
-            if not step.by_layer and trials[-1].after < _AGAIN * trials[-1].before:
+            if not step.by_layer and _leads_on(calibration, trials[-1]):
                 ahead.insert(0, step)
     best = drop_columns(calibration, drop) if best is old else best
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, taken=None)
+
+
+def _leads_on(calibration: Calibration, trial: Trial) -> bool:
+    """Whether a step towards the answers is to be taken again, from where it led to: it went far, and looked along some directions only.
+
+    Where an answer has one direction, the step has fitted all that the examples say of it: another one would fit their noise.
+    """
+    answers, _ = calibration.answers
+    return not isinstance(answers, str) and answers.count > 1 and trial.after < _AGAIN * trial.before
 
 
 def _on_others(
