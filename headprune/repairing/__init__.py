@@ -58,35 +58,24 @@ def repair(
 ) -> Repair:
     """Refit a model in place, so that the heads of a plan can go.
 
-    Every W_O that loses a head is fitted to give the dense model's outputs on the kept heads' outputs, by least squares over
-    all tokens but padding. The kept heads' values are fitted with it, where that does better on held-out examples. The columns
-    of removed heads become zero: the model answers as it will after `headprune.prune`, which you call next.
+    Every W_O that loses a head is fitted to give the dense model's outputs on the kept heads' outputs, by least squares over all tokens
+    but padding; the kept heads' values with it, where that does better on held-out examples. The columns of removed heads become zero:
+    the model answers as it will after `headprune.prune`, which you call next.
 
-    For W_O alone, minimised is ``mean_t |y_t - W x_t - b|^2 + ridge * v * |W - W_old|^2``, y being the dense W_O's output at
-    token t, x the kept heads' outputs, v their mean variance. The mean over tokens is weighted by how much the answers depend on
-    each (the norm of the slope at W_O's output). This is the reconstruction of He et al. (2017, arXiv:1707.06168, section 3.1)
-    and, towards the old weights, the refit of SparseGPT's kind (Frantar and Alistarh 2023, arXiv:2301.00774) for whole heads.
-    Statistics are sums over tokens, so memory does not grow with the data.
-
-    Every step is fitted to all of ``batches`` and left out unless the model's answers come nearer to the dense model's on
-    ``choose`` (`headprune.repairing.steps`); with few examples, by more than chance. So with few examples it may be that
-    only the columns of removed heads become zero.
+    Formulas and sources: docs/planning.md, Repair. Every step is fitted to all of ``batches`` and left out unless the model's answers
+    come nearer to the dense model's on ``choose``; with few examples, by more than chance: then maybe no step is kept.
 
     Args:
         model: The dense model; or one pruned before, which is then what is fitted to.
         plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` that will go.
         batches: What the model is called with, or pairs ``(inputs, labels)``. Never those that results are reported on.
-        choose: Other batches, that decide which steps are kept. Without them, what a step does to other examples is
-            estimated by cross-fitting on ``batches``, which is less sure.
+        choose: Other batches, that decide which steps are kept. Without them, cross-fitting on ``batches`` does, which is less sure.
         layers: From `headprune.find_attention`, to save the trace.
-        ridge: Strength of the pull towards the old weights; by default what is best by cross-validation, for each layer.
+        ridge: Strength of the pull towards the old weights, and no ``answers``; by default the best by cross-validation, for each layer.
         values: Whether the value projections are refitted too: it takes about four passes more.
-        mixtures: Whether to fit to mixtures of the examples too, where the model gives one answer a text
-            (`headprune.repairing.examples`): then the passes are over up to three times as many.
-        answers: Whether all W_O that lose heads are then moved together towards the dense model's answers, where these are
-            one vector of logits an example (`headprune.repairing.gauss_newton`). Not where a ridge is given.
-        biases: Whether a W_O that has no bias gets one, which takes up the removed heads' mean. A stock class may have no place for
-            it: without, a model that is pruned evenly can still be saved as a stock one.
+        mixtures: Whether to fit to mixtures of texts that have one answer each too: up to three times as many examples.
+        answers: Whether all W_O that lose heads are then moved together towards the answers (one vector of logits an example).
+        biases: Whether a W_O without a bias gets one, for the removed heads' mean. A stock class may have no place for it.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (passes done, passes in all, note).
 
