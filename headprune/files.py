@@ -193,7 +193,8 @@ def _finish_swap(path: Path) -> None:
     if not path.exists() and old.exists():
         os.replace(old, path)
     else:
-        remove(old)
+        with suppress(OSError):  # what cannot be removed must not undo a save: on NFS a file that is still open, say
+            remove(old)
 
 
 def remove(path: Path) -> None:

@@ -486,13 +486,11 @@ def pruned_run(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, data
     """A run folder as `headprune prune --keep 4` leaves it, as far as finetune reads it."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     run("score", bert_folder, "-d", data_folder, "-L", 20, "-b", 8, "-m", "random", "-o", folder, "-q")
-    _prune_by_hand(folder, bert_folder, {0: [1, 2], 1: [0, 3]})
+    _cut_heads(folder, bert_folder, {0: [1, 2], 1: [0, 3]})
     return folder
 
 
-def _prune_by_hand(
-    folder: Path, source: Path, removed: dict[int, list[int]], task: str = "SequenceClassification"
-) -> None:
+def _cut_heads(folder: Path, source: Path, removed: dict[int, list[int]], task: str = "SequenceClassification") -> None:
     model: Any = getattr(tf, f"AutoModelFor{task}").from_pretrained(source)
     if task == "ImageClassification":
         processor, example = tf.AutoImageProcessor.from_pretrained(source), {"pixel_values": torch.randn(2, 3, 8, 8)}
@@ -517,7 +515,7 @@ def test_stored_as_the_pruned_model_is(half: torch.dtype, here: Path, bert_folde
     model.to(half).save_pretrained("half")
     tf.AutoTokenizer.from_pretrained(bert_folder).save_pretrained("half")
     run("score", "half", "-d", data_folder, "-L", 20, "-m", "random", "-o", "run", "-q")
-    _prune_by_hand(here / "run", here / "half", {0: [1]})
+    _cut_heads(here / "run", here / "half", {0: [1]})
     result = run("finetune", "run", "--learning-rate", 1e-3, "--json")
     assert {p.dtype for p in hp.load(here / "run" / "pruned-4-finetuned").parameters()} == {half}
     assert "trained and measured in float32" in " ".join(json.loads(result.stdout)["notes"])
@@ -564,7 +562,7 @@ def test_finetune(pruned_here: Path, bert_folder: Path) -> None:
 
 def test_a_language_model_and_hidden_states(here: Path, llama_folder: Path, data_folder: Path) -> None:
     run("score", llama_folder, "-d", data_folder, "-L", 20, "-m", "random", "-o", "run", "-q")
-    _prune_by_hand(here / "run", llama_folder, {0: [0, 1], 1: [2, 3]}, "CausalLM")
+    _cut_heads(here / "run", llama_folder, {0: [0, 1], 1: [2, 3]}, "CausalLM")
     options = ("--learning-rate", 3e-3, "--epochs", 2, "--hidden-states", "--alpha", 0.5)
     document = json.loads(run("finetune", "run", *options, "--json", "-q").stdout)
     assert document["metric"] == "perplexity"
@@ -588,7 +586,7 @@ def test_images_are_read_when_they_are_needed(here: Path) -> None:
     (here / "data").mkdir()
     data.to_parquet(str(here / "data" / "train.parquet"))
     run("score", folder, "-d", here / "data", "-L", 12, "-b", 4, "-m", "random", "-o", "run", "-q")
-    _prune_by_hand(here / "run", folder, {0: [0, 1]}, "ImageClassification")
+    _cut_heads(here / "run", folder, {0: [0, 1]}, "ImageClassification")
     parts = json.loads(run("finetune", "run", "--json", "-q").stdout)["parts"]
     assert sum(parts[name]["examples"] for name in ("train", "choose", "report")) == 48
 

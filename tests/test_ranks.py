@@ -327,9 +327,7 @@ def test_a_lost_rank_ends_the_run_in_a_line_and_a_rerun_goes_on(
 
 
 @pytest.mark.slow
-def test_a_lost_rank_ends_the_training_in_a_line_and_a_rerun_goes_on(
-    processes: Processes, alone: Path, tmp_path: Path
-) -> None:
+def test_a_lost_rank_ends_the_training_and_a_rerun_goes_on(processes: Processes, alone: Path, tmp_path: Path) -> None:
     """The first one, while the others average gradients; then one process alone continues."""
     here = tmp_path / "w"
     shutil.copytree(alone, here)

@@ -477,6 +477,13 @@ def test_a_bit_is_noticed(file: str, told: str, folder: Path) -> None:
     refuses(told, hp.load, folder)
 
 
+def test_an_old_folder_that_cannot_go_undoes_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS, while a file of it is open."""
+    monkeypatch.setattr("os.rmdir", lambda *_, **__: tmp_path.unlink())  # fails
+    saved = [hp.save(nn.Linear(3, wide), tmp_path / "m", overwrite=True) / "model.safetensors" for wide in (3, 4, 9)]
+    assert b"[9,3]" in saved[-1].read_bytes()
+
+
 def test_a_changed_tokenizer_is_told(folder: Path) -> None:
     """It changes every measurement, but not the model's answers to token ids."""
     hp.load(folder, as_saved=True)

@@ -49,7 +49,7 @@ class Folder:
             HeadPruneError: There is one.
         """
         for path in (self.path / name for name in OWN):
-            if path.is_symlink():
+            if os.path.islink(path):  # of a folder that cannot be looked into, `locked` says so
                 hint = "Remove the link, or use another folder."
                 raise HeadPruneError(f"{path} is a link, which headprune never makes there.", hint)
 

@@ -44,7 +44,8 @@ class Step:
         fit: ``fit(calibration, drop, start)`` gives the weights after this step, from those before it, or why it is left out.
             ``drop`` are the heads that go. The model is the dense one, and must be so afterwards.
         by_layer: Whether it fits every layer for itself, from the sums of the calibration, without running the model. Plans are
-            compared with such steps done. They are made one after another, whether those before were kept or not, and once.
+            compared with such steps done. They are made one after another, whether those before were kept or not, and once; any other
+            step may be made again (`_leads_on`).
     """
 
     name: str
@@ -131,7 +132,9 @@ def checked_repair(
     while ahead:
         step = ahead.pop(0)
         with torch.inference_mode(False), torch.no_grad():
-            weights = step.fit(calibration, drop, latest if step.by_layer else best)
+            # Without what held the gradients of a step before.
+            start = latest if step.by_layer else replace(best, on_fold=None, taken=None)
+            weights = step.fit(calibration, drop, start)
         if isinstance(weights, LeftOut):
             notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
             continue
@@ -149,7 +152,7 @@ def checked_repair(
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
             best, fitted, estimated = weights, own, after
-            if not step.by_layer and _leads_on(calibration, trials[-1]):
+            if choose is not None and not step.by_layer and _leads_on(calibration, trials[-1]):
                 ahead.insert(0, step)
     best = drop_columns(calibration, drop) if best is old else best
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, taken=None)
@@ -158,10 +161,13 @@ def checked_repair(
 def _leads_on(calibration: Calibration, trial: Trial) -> bool:
     """Whether a step towards the answers is to be taken again, from where it led to: it went far, and looked along some directions only.
 
-    Where an answer has one direction, the step has fitted all that the examples say of it: another one would fit their noise.
+    Where an answer has one direction, the step has fitted all that the examples say of it: another one would fit their noise. And
+    nothing but other examples could tell (`_Crossed` takes a step's start as given).
     """
+    if not trial.after < _AGAIN * trial.before:
+        return False
     answers, _ = calibration.answers
-    return not isinstance(answers, str) and answers.count > 1 and trial.after < _AGAIN * trial.before
+    return not isinstance(answers, str) and answers.count > 1
 
 
 def _on_others(

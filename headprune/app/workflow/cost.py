@@ -24,7 +24,7 @@ from headprune.parallel import current
 from headprune.running import config_kept, evaluating
 from headprune.scoring import HeadScores, method_and_settings
 
-_REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's
+_REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's, taken once
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
 # Passes of a plan over the reporting part: repaired, masked, repaired as the random heads are, and these.
 _MEASURED = 3.0 + RANDOM_DRAWS
@@ -123,7 +123,7 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
                 began = latency.clock(device)
                 with torch.set_grad_enabled(grad):
                     means = [t.float().mean() for t in tensors(call(model, moved)) if t.requires_grad]
-                    if means:
+                    if grad and means:
                         torch.autograd.grad(torch.stack(means).sum(), [first], allow_unused=True)
                 times.append((latency.clock(device) - began) / 1000)
         finally:
