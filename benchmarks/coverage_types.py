@@ -458,8 +458,11 @@ def of_type(model_type: str, device: str) -> tuple[str, str]:
 def on_both(model: nn.Module, example: dict[str, Any], device: str) -> str:
     there, moved = copy.deepcopy(model).to(device), {name: value.to(device) for name, value in example.items()}
 
+    def numbers(model: nn.Module, example: dict[str, Any]) -> list[torch.Tensor]:
+        return [t.cpu() for t in answers(answer(model, example)) if t.is_floating_point()]
+
     def apart() -> float:
-        return difference([t.cpu() for t in answers(answer(there, moved))], answers(answer(model, example)))
+        return difference(numbers(there, moved), numbers(model, example))
 
     layers = hp.find_attention(model, example)
     try:

@@ -68,10 +68,10 @@ class Meter:
                 yield progress
             meter.close(label)
 
-        def said(console: Console, text: str) -> None:
-            if found := TOLD.search(text):
+        def said(console: Console, *texts: str) -> None:
+            if found := TOLD.search(" ".join(texts)):
                 meter.told, meter.began = float(found[1]) * UNITS[found[2]], time.monotonic()
-            meter.say(console, text)
+            meter.say(console, *texts)
 
         handle = nn.modules.module.register_module_forward_hook(self.count)
         Console.track, Console.say = track, said  # type: ignore[assignment, method-assign]

@@ -106,6 +106,8 @@ def _export(
 
 def _convert(graph: Graph, function: FlatModel, file: Path) -> None:
     """Write an ONNX file; weights that one file cannot hold go into another beside it."""
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
     axes = tuple({d: graph.names[size] for d, size in enumerate(dims) if size in graph.names} for dims in graph.dims)
     with traceable(function.model):
         try:
@@ -117,6 +119,7 @@ def _convert(graph: Graph, function: FlatModel, file: Path) -> None:
             message = f"PyTorch's exporter does not convert {type(function.model).__name__} to ONNX: {type(cause).__name__}: {first_line(cause)}"
             hint = "Try the dense model: where that fails too, ONNX has no operation for something that it does."
             raise HeadPruneError(message, hint) from error
+        ClearMetadataAndDocStringPass()(converted.model)  # stack traces, with the paths of this machine
         converted.model.producer_name, converted.model.producer_version = "headprune", __version__
         converted.save(file)
 
