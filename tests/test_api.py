@@ -302,9 +302,6 @@ def mistakes() -> dict[str, tuple[Callable[[Subject], Any], str]]:
             s.model.save_pretrained(folder)
             return hp.load(folder)
 
-    def loose(s: Subject) -> Any:
-        return hp.prune(TorchEncoder(), {"L0": [0]})
-
     return {
         "a batch, not batches": (lambda s: hp.search(s.model, s.batches[0], keep=3), "batches is a dict"),
         "a batch to repair on": (lambda s: hp.repair(s.model, {"L0": [0]}, s.batches[0]), "batches is a dict"),
@@ -320,7 +317,7 @@ def mistakes() -> dict[str, tuple[Callable[[Subject], Any], str]]:
         "plan cannot": (lambda s: hp.plan(hp.score(s.model, s.batches), 3, "auto"), "headprune.search"),
         "for other heads": (other_heads, "repaired for other heads"),
         "repaired twice": (again, "as it was before it was repaired"),
-        "no example": (loose, "an example batch is needed"),
+        "no example": (lambda s: hp.prune(TorchEncoder(), {"L0": [0]}), "an example batch is needed"),
     }  # fmt: skip
 
 

@@ -160,6 +160,7 @@ for folder in sys.argv[1:]:
 FRESH = [*sorted(FEW), "gpt2 uneven", "qwen3 even", "vit emptied", "whisper uneven"]
 
 
+@pytest.mark.slow
 def test_in_a_fresh_process(tmp_path: Path) -> None:
     """By transformers alone, never as a stock model with random weights; and by headprune."""
     folders = []

@@ -50,6 +50,7 @@ def test_a_share_of_the_dense_model(flag: str, scored: Path, bert_folder: Path) 
     assert "- **per-layer:** Every layer keeps its share" in text
 
 
+@pytest.mark.slow
 def test_flops_and_max_drop(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drop is measured on what will be saved: with all steps of repair, which other budgets' plans are compared without."""
     run("prune", "--target-flops", "90%", "-o", "flops", "--scores", scored, "-q")

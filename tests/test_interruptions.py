@@ -68,6 +68,7 @@ def undisturbed(processes: Processes, tiny: Path, tmp_path_factory: pytest.TempP
     return results_of(here / "reports" / "m-1")
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(processes: Processes, tiny: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     """By SIGKILL and SIGTERM in turn; every rerun comes further, and at last all is as in one run."""
     here = copy(tiny, tmp_path / "w")

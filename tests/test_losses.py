@@ -196,10 +196,8 @@ def test_labels_are_found_behind_a_loss_with_more_in_it() -> None:
 def test_labels_that_only_the_model_knows() -> None:
     """A loss of its own that ignores -1."""
 
-    def ignoring(logits: Tensor, labels: Tensor, inputs: Any) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
-
-    model, batch = OwnLoss(randomise(my_gpt()), ignoring), texts(rows=3)
+    ignoring = partial(F.cross_entropy, ignore_index=-1)
+    model, batch = OwnLoss(randomise(my_gpt()), lambda x, y, _: ignoring(x.flatten(0, 1), y.flatten())), texts(rows=3)
     batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, -1)
     rows = singles(batch)
     own = [own_loss(model, row) for row in rows]
