@@ -102,7 +102,7 @@ def loaded(model: nn.Module, name: str, folder: Path) -> list[nn.Module]:
     return models + ([getattr(tf, own).from_pretrained(folder, trust_remote_code=True)] if own else [])
 
 
-TAKE_LONG = {"zamba2", "inkling2_text", "swinv2", "xlnet"}  # ten seconds each
+TAKE_LONG = {"zamba2", "inkling2_text", "swinv2", "xlnet", "dab-detr", "neomme", "gemma3n_audio", "detr"}
 WAYS = [
     *(pytest.param(name, some, marks=[pytest.mark.slow] * (name in TAKE_LONG)) for name in PRUNED),
     *((name, way) for name in SMALL for way in (without_layers, no_heads)),
