@@ -113,7 +113,7 @@ class Scene:
                     raise HeadPruneError("its answers are not finite")
                 return self._save(narrowed, path, tolerance, about, half, given)
             except Exception as error:
-                narrowed = None
+                narrowed = None  # the memory is needed for what comes instead
                 if is_out_of_memory(error) or isinstance(error, OSError):
                     raise
                 problem = f"in {name_of(half)}, as it was stored, the model does not work here ({first_line(error)})"
