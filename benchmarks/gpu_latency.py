@@ -85,7 +85,7 @@ def written(name: str, options: Options, here: Path) -> list[Any]:
     import made_up
 
     classes, small, rng = name == "BERT-base", options.small, random.Random(0)
-    longest, steps = 60 if small else 120 if classes else 1000, 4 if small else 300
+    longest, steps = 60 if small else 120 if classes else 1000, 4 if small else 300 if classes else 150
 
     def rows(count: int) -> list[dict[str, Any]]:
         drawn = [{"text": made_up.text(rng, rng.randint(longest // 2, longest), not classes)} for _ in range(count)]
