@@ -109,9 +109,12 @@ def _document(parts: Mapping[str, Part], known: Mapping[str, Any], heading: str)
     lines = [f"## {heading}", ""]
     for name in (name for name in parts if name in known):
         lines += [f"### {parts[name].title}", "", *_lines(known[name]), ""]
-    places = "; ".join(dict.fromkeys(found["where"] for found in known.values())) or "nothing yet"
-    missing = ", ".join(name for name in parts if name not in known) or "nothing"
-    return "\n".join([*lines, f"Measured on {places}. Not run yet: {missing}."])
+    places = dict[str, list[str]]()
+    for name, found in known.items():
+        places.setdefault(found["where"], []).append(name)
+    measured = "; ".join(f"{', '.join(names)}: {place}" for place, names in places.items()) or "nothing yet"
+    missing = ", ".join(name for name in parts if "lines" not in known.get(name, {})) or "nothing"
+    return "\n".join([*lines, f"Measured on: {measured}. Not run yet: {missing}."])
 
 
 # -- models and inputs -----------------------------------------------------------------------------
