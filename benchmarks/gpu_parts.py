@@ -97,8 +97,7 @@ def _run(part: Part, options: Options) -> dict[str, Any]:
     torch.cuda.empty_cache()
     cuda = options.device.startswith("cuda")
     where = torch.cuda.get_device_name(0) if cuda else f"the CPU ({platform.machine()}), to try the script"
-    versions = f"torch {torch.__version__}, transformers {tf.__version__}, Python {platform.python_version()}"
-    return found | {"where": f"{where}, {versions}, headprune {hp.__version__}"}
+    return found | {"where": f"{where}, torch {torch.__version__}, transformers {tf.__version__}, Python {platform.python_version()}, headprune {hp.__version__}"}
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:
@@ -109,9 +108,7 @@ def _document(parts: Mapping[str, Part], known: Mapping[str, Any], heading: str)
     lines = [f"## {heading}", ""]
     for name in (name for name in parts if name in known):
         lines += [f"### {parts[name].title}", "", *_lines(known[name]), ""]
-    places = dict[str, list[str]]()
-    for name, found in known.items():
-        places.setdefault(found["where"], []).append(name)
+    places = {found["where"]: [n for n in known if known[n]["where"] == found["where"]] for found in known.values()}
     measured = "; ".join(f"{', '.join(names)}: {place}" for place, names in places.items()) or "nothing yet"
     missing = ", ".join(name for name in parts if "lines" not in known.get(name, {})) or "nothing"
     return "\n".join([*lines, f"Measured on: {measured}. Not run yet: {missing}."])

@@ -156,7 +156,7 @@ def _removal(
     heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
     own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
     width = max(map(len, own))
-    left = torch.zeros(len(kept), len(own), width, dtype=torch.float64)
+    left = mean.new_zeros(len(kept), len(own), width)
     right = torch.zeros(len(own), width, current.shape[1], dtype=torch.float64)
     for u, these in enumerate(own):
         right[u, : len(these)] = -current[these]

@@ -169,12 +169,12 @@ class Calibration:
             heads, rank = projection.heads(drop), self.statistics.directions.rank(projection.name)
             xx, xy, _ = moments.rows_of(inputs_of_heads(projection, values, heads, rank).flatten())
             index = inputs_of_heads(projection, values, heads, values.head_dim).flatten()
-            turn = _turn(values, heads, rank, mixes)
+            turn = _turn(values, heads, rank, mixes).to(xx.device)
             xx, xy = turn.T @ xx @ turn, turn.T @ xy
         a, _, mean, _ = centred(xx.sum(0), xy.sum(0), projection.has_bias)
         strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
         # Inputs that never change have nothing to be fitted to.
-        matrix = a + max(strength, 1e-12) * torch.eye(len(a), dtype=a.dtype)
+        matrix = a + max(strength, 1e-12) * torch.eye(len(a)).to(a)
         return matrix, mean if projection.has_bias else mean * 0, index
 
     def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor]]]:

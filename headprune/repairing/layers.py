@@ -52,7 +52,8 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
             by cross-validation, or the old weights.
     """
     xx, xy, yy = moments.rows_of(kept)
-    old = projection.weight.cpu()[kept], projection.bias.cpu()
+    # Where the sums are: with a GPU, this took most of the search's time on the CPU (Llama of 1B).
+    old = projection.weight[kept.to(projection.weight.device)].to(xx.device), projection.bias.to(xx.device)
     chosen, held_out = ridge, None
     if chosen is None:
         tried = [_held_out(xx, xy, yy, old, projection.has_bias, r) for r in RIDGES]
@@ -65,12 +66,12 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
     before, after = error(all_xx, all_xy, all_yy, *old), error(all_xx, all_xy, all_yy, weight, bias)
     facts = LayerRepair(before / unit, after / unit, chosen)
     whole = torch.zeros_like(projection.weight, device="cpu")
-    whole[kept] = weight
+    whole[kept] = weight.cpu()
 
     def refit(some: Moments) -> LayerFit:
         return fit_output(some, projection, kept, chosen if some.seen else math.inf)
 
-    return LayerFit(projection, whole, bias if projection.has_bias else None, facts, held_out, refit)
+    return LayerFit(projection, whole, bias.cpu() if projection.has_bias else None, facts, held_out, refit)
 
 
 def _held_out(xx: Tensor, xy: Tensor, yy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> float:
@@ -89,7 +90,7 @@ def _solved(xx: Tensor, xy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, 
     a, c, mean_x, mean_y = centred(xx, xy, has_bias)
     weight, strength = old[0], ridge * float(a.diagonal().mean())
     if strength > 0:  # there are inputs, and they change
-        weight = torch.linalg.solve(a + strength * torch.eye(len(a), dtype=a.dtype), c + strength * old[0])
+        weight = torch.linalg.solve(a + strength * torch.eye(len(a)).to(a), c + strength * old[0])
     return weight, mean_y - mean_x @ weight if has_bias else old[1]
 
 
@@ -144,7 +145,7 @@ def fit_values(
     """
     rank = further.shape[1]
     index = inputs_of_heads(projection, values, heads, rank)
-    xx, xy, yy = moments.rows_of(index.flatten())
+    xx, xy, yy = (sums.cpu() for sums in moments.rows_of(index.flatten()))
     start = _ValueSolver(projection, values, heads, rank)
     all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     chosen, held_out = ridge, None

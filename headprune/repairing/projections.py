@@ -47,9 +47,9 @@ class Moments:
         self.yy[fold] += (y**2 * weight).sum().to(self.yy)
 
     def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sums ``xx``, ``xy`` and ``yy`` of the inputs that stay, and the 1 behind them, on the CPU."""
+        """The sums ``xx``, ``xy`` and ``yy`` of the inputs that stay, and the 1 behind them, where they are kept."""
         both = torch.cat([kept, torch.tensor([self.xx.shape[-1] - 1])]).to(self.xx.device)
-        return self.xx[:, both][:, :, both].cpu(), self.xy[:, both].cpu(), self.yy.cpu()
+        return self.xx[:, both][:, :, both], self.xy[:, both], self.yy
 
     def of_fold(self, fold: int) -> Moments:
         """Of one fold's tokens: for fits of a strength that is given."""
