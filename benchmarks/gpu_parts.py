@@ -97,7 +97,8 @@ def _run(part: Part, options: Options) -> dict[str, Any]:
     torch.cuda.empty_cache()
     cuda = options.device.startswith("cuda")
     where = torch.cuda.get_device_name(0) if cuda else f"the CPU ({platform.machine()}), to try the script"
-    return found | {"where": f"{where}, torch {torch.__version__}, transformers {tf.__version__}, Python {platform.python_version()}, headprune {hp.__version__}"}
+    where += f", torch {torch.__version__}, transformers {tf.__version__}, Python {platform.python_version()}, headprune {hp.__version__}"
+    return found | {"where": where}
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:
