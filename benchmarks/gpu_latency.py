@@ -122,8 +122,7 @@ def eight(options: Options) -> list[str]:
     proof = clocked("pruned, with proof", hp.prune, model, plan, example, layers=layers)
     took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.items())
     about = f"Llama-8B's shape in bfloat16, {plan.kept} of {plan.total} heads kept: {took}"
-    peak = torch.cuda.max_memory_allocated() / 2**30  # 0 on the CPU
-    return [f"{about}. At most {peak:.1f} GiB were allocated. Proof: {proof.difference:.1e}."]
+    return [f"{about}. At most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB were allocated. Proof: {proof.difference:.1e}."]
 
 
 # -- latency ---------------------------------------------------------------------------------------

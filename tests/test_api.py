@@ -184,6 +184,7 @@ def test_evaluate_and_compare_agree_with_hand_computation() -> None:
 # -- one search ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_search_finds_what_prune_prunes(bert_folder: Path, data_folder: Path, tmp_path: Path, brief: None) -> None:
     seeded = ("-L", 24, "-b", 8, "--seed", 5, "-k", 5, "-k", "25%", "--protect", "L1.H0")
     run("prune", bert_folder, "-d", data_folder, *seeded, "-m", "gradient", "-o", tmp_path / "run", "-q")

@@ -241,8 +241,7 @@ def test_a_run_folder_stands_for_the_pruned_model_in_it(bert_folder: Path, here:
     hp.save(model, run_folder / "pruned-7")
     assert "the model in it that was pruned already, pruned-7, is taken" in stderr_of("inspect", run_folder)
     shutil.copytree(run_folder / "pruned-7", run_folder / "pruned-10")
-    error = stderr_of("export", run_folder, "--to", "gguf", code=1)
-    assert "2 pruned models (pruned-7, pruned-10)" in error
+    assert "2 pruned models (pruned-7, pruned-10)" in stderr_of("export", run_folder, "--to", "gguf", code=1)
 
 
 def test_infinite_weights_may_be_meant(bert_folder: Path) -> None:

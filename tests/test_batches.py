@@ -242,5 +242,4 @@ def test_labels_of_a_pair_count_the_examples_whatever_the_loss() -> None:
         return (each - torch.randn(each.shape, generator=torch.Generator().manual_seed(0))).square().mean(1)
 
     pairs = [(example, torch.arange(len(example["input_ids"])))] * 2
-    scores = hp.score(model, pairs, "gradient", loss_fn=noisy)
-    assert scores.examples == 2 * len(example["input_ids"])
+    assert hp.score(model, pairs, "gradient", loss_fn=noisy).examples == 2 * len(example["input_ids"])

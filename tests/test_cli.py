@@ -75,12 +75,12 @@ def test_a_pruned_run_is_not_overwritten(pruned: Path) -> None:
     run(*PRUNE, 2, "--no-repair")  # goes to the next free folder
     assert (pruned / "metrics.json").read_text() == first
     assert (pruned.parent / "tiny-bert-2" / "pruned-2").is_dir()
-    result = run(*PRUNE, 2, "-o", pruned, code=1)
-    assert "was pruned before" in result.stderr
+    assert "was pruned before" in run(*PRUNE, 2, "-o", pruned, code=1).stderr
     run(*PRUNE, 2, "--no-repair", "-o", pruned, "--overwrite")
     assert metrics_of(pruned)["budgets"][0]["kept"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.drawn
 def test_a_causal_lm_with_groups(here: Path, llama_folder: Path, data_folder: Path) -> None:
     run("score", llama_folder, "-d", data_folder, "-L", 20, "-o", here / "run", "-q")

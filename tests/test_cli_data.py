@@ -246,8 +246,7 @@ def test_a_model_whose_config_changed_since_it_was_scored(bert_folder: Path, dat
     path.write_text(whole)
     words = here / "m" / "tokenizer.json"  # of a word that is in no example
     words.write_text(words.read_text().replace('"[MASK]": 4', '"[MASL]": 4'))
-    said = stderr_of(*command, code=1)
-    assert "The tokenizer or image processor of m has changed since run was scored" in said
+    assert "The tokenizer or image processor of m has changed since run was scored" in stderr_of(*command, code=1)
 
 
 def test_questions_that_cannot_be_used_are_counted(here: Path) -> None:

@@ -87,8 +87,7 @@ def test_label_names(bert_folder: Path, tmp_path: Path) -> None:
     names = ("Positive", "negative")
     rows: Any = [{"sentence": row["text"], "sentiment": names[i % 2]} for i, row in enumerate(sentences(16, 0))]
     parts = parts_of(bert_folder, write_jsonl(tmp_path / "x.jsonl", rows))
-    labels = {f["labels"] for p in three(parts) for f in p.features}
-    assert labels == {0, 1}
+    assert {f["labels"] for p in three(parts) for f in p.features} == {0, 1}
     assert parts.columns == {"text": "sentence", "label": "sentiment"}
 
 
@@ -140,8 +139,7 @@ def test_every_text_task_scores_with_the_models_own_loss(task: str, tmp_path: Pa
     assert "accuracy" in measurement.metrics  # our loss is the model's
     for i, loss in enumerate(measurement.loss):
         assert loss == pytest.approx(own_loss(model, {k: v[i : i + 1] for k, v in batch.items()}), rel=1e-4)
-    scores = hp.score(model, parts.score.batches(2))
-    assert torch.isfinite(scores.flat()).all()
+    assert torch.isfinite(hp.score(model, parts.score.batches(2)).flat()).all()
 
 
 @pytest.mark.parametrize("columns", [None, "question, context"])
@@ -460,8 +458,7 @@ def test_labels_are_the_next_tokens_whatever_the_models_own_loss(tmp_path: Path)
             count += int((known != -100).sum())
     assert hp.evaluate(model, batches).metrics["loss"] == pytest.approx(total / count, rel=1e-5)
     assert "does not shift labels" in " ".join(parts.notes)
-    other = parts_for(llama()[0], tmp_path)
-    assert "does not shift labels" not in " ".join(other.notes)
+    assert "does not shift labels" not in " ".join(parts_for(llama()[0], tmp_path).notes)
 
 
 @pytest.mark.parametrize("name", ["xlnet", "bert without is_decoder"])

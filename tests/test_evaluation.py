@@ -162,8 +162,7 @@ def test_packed_texts_are_apart_in_every_computation() -> None:
             parts = [model(input_ids=part[None]).logits[0] for part in (ids[row, :cut], ids[row, cut:])]
         losses.append(torch.nn.functional.cross_entropy(torch.cat(parts)[:-1], ids[row, 1:]).item())
     assert evaluate(model, [packed]).loss == pytest.approx(losses, rel=1e-5)
-    scored = hp.score(model, [packed], "gradient").details["mean_loss"]
-    assert scored == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert hp.score(model, [packed], "gradient").details["mean_loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
 
 
 # -- standard errors of scores with few examples and with rare effects --

@@ -360,6 +360,7 @@ def test_a_missing_package_is_named(package: str, tmp_path: Path, monkeypatch: p
         hp.export(llama(), file, to, processor=bytewise())
 
 
+@pytest.mark.slow
 def test_a_file_in_parts_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after any rename, the parts of two files are never together; the next export takes the place of what is there."""
     pytest.importorskip("torch.onnx._internal.exporter._onnx_program")
@@ -495,6 +496,7 @@ def test_sizes_that_a_model_fixes_are_fixed_and_said(tmp_path: Path) -> None:
 # -- `headprune prune --export`: in the run and its report ----------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("brief")
 def test_pruned_models_are_exported(data_folder: Path, here: Path) -> None:
     """By one format that can express them, and by one that has no place for their tokenizer."""

@@ -167,8 +167,7 @@ def test_a_wrong_command_leaves_its_folder_to_the_next(here: Path) -> None:
     """What it had found is of use: the scores are not made again."""
     command = ["prune", "m", "-d", "d", "-k", "2", "-m", "gradient", "-s", "one-shot"]
     assert "out of reach" in stderr_of(*command, "--protect", "L0", code=1)
-    result = run(*command)
-    assert "scoring by gradient" not in result.stderr
+    assert "scoring by gradient" not in run(*command).stderr
     assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
 
 

@@ -220,6 +220,7 @@ def test_a_head_takes_the_values_of_one_that_attends_alike() -> None:
         far[values] = float((brute.logits(mended, other) - brute.logits(model, other)).abs().max())
     assert far[True] < 0.03
     assert far[False] > 0.5
+    assert [facts.ridge for facts in brute.repaired(model, drop, *batches)[1].layers.values()] == [0.03]
 
 
 def check_values(model: nn.Module, example: Any, ridge: float = 0.01) -> None:

@@ -105,8 +105,9 @@ def test_dead_heads_go_first(strategy: str, repair: bool) -> None:
     for i, head in ((0, 2), (1, 0), (1, 3)):
         model.bert.encoder.layer[i].attention.output.dense.weight.data[:, 8 * head : 8 * head + 8] = 0
     layers = hp.find_attention(model, batches[0])
-    plans = hp.search(model, unlabelled(batches), [5, 2], strategy=strategy, repair=repair)
+    plans = hp.search(model, unlabelled(batches), [5, 4], strategy=strategy, repair=repair, min_heads_per_layer=2)
     assert plans[0].drop == {layers[0].name: [2], layers[1].name: [0, 3]}
+    assert list(map(len, plans[1].drop.values())) == [2, 2]
 
 
 @pytest.mark.parametrize("strategy", ["re-scored", "greedy"])  # compensated does not look again

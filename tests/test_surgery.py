@@ -425,6 +425,7 @@ def test_the_proof_stays_cheap_and_generates() -> None:
     assert (len(rows), rows.count((1, 64))) == (15, 3)
     writer, example = gpt2()
     assert hp.prune(writer, {"transformer.h.0.attn": [1]}, example).inputs == 6  # the sixth generates with a cache
+    hp.prune(writer, {"transformer.h.1.attn": [1]}, example["input_ids"])  # ids alone are no prompt
 
 
 def test_a_failing_layer_is_named_and_an_interrupt_restores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ CACHE = ROOT / ".cache" / "mutations"
 ROOMS = {  # the fast tests that guard each room
     "planning": ("test_plan*.py", "test_search*.py", "test_effects.py"),
     "surgery": ("test_surgery*.py", "test_conformance.py"),
-    "repairing": ("test_repair*.py",),
+    "repairing": ("test_repair*.py", "test_effects.py"),
 }
 
 
