@@ -121,7 +121,7 @@ def eight(options: Options) -> list[str]:
     clocked("repaired", hp.repair, model, plan, batches, layers=layers)
     proof = clocked("pruned, with proof", hp.prune, model, plan, example, layers=layers)
     took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.items())
-    about = f"Llama-8B's shape in bfloat16, {plan.kept} of {plan.total} heads kept: {took}. Proof: {proof.difference:.1e}"
+    about = f"An 8B Llama in bfloat16, {plan.kept} of {plan.total} heads kept: {took}. Proof: {proof.difference:.1e}"
     return [f"{about}. At most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB were allocated."]
 
 
