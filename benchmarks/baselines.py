@@ -47,11 +47,14 @@ class Baseline:
         drop: ``{layer_name: [head, ...]}``.
         heads: Factors on heads' outputs, ``{layer_name: [num_heads]}``: what W_O's columns would be multiplied by.
         neurons: Factors on the input of feed-forward layers' last linear, ``{module: [neurons]}``.
+        outputs: What W_O becomes where it is refitted, ``{module: (weight [out, in], bias [out] or None)}``; of a module without a bias,
+            the bias is added behind it.
     """
 
     drop: Heads
     heads: dict[str, Tensor] = field(default_factory=dict)
     neurons: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
 
 Run = Callable[[nn.Module, Batches, Layers, int, int], Baseline]
@@ -74,7 +77,7 @@ def applied(model: nn.Module, layers: Layers, baseline: Baseline) -> Iterator[nn
     gates = zero_gates(baseline.drop, layers)
     for name, factors in baseline.heads.items():
         gates[name] = gates[name] * factors if name in gates else factors
-    with gated(model, layers, gates), _scaled(model, baseline.neurons):
+    with gated(model, layers, gates), _scaled(model, baseline.neurons), _refitted(model, baseline.outputs):
         yield model
 
 
@@ -524,6 +527,21 @@ def _scaled(model: nn.Module, factors: Mapping[str, Tensor]) -> Iterator[None]:
     with ExitStack() as stack:
         for name, factor in factors.items():
             stack.callback(model.get_submodule(name).register_forward_pre_hook(by(factor)).remove)
+        yield
+
+
+@contextmanager
+def _refitted(model: nn.Module, outputs: Mapping[str, tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """Other weights and biases of linear modules while the context lasts."""
+
+    def instead(weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
+        return lambda module, args, output: nn.functional.linear(
+            args[0], weight.to(args[0]), None if bias is None else bias.to(args[0])
+        )
+
+    with ExitStack() as stack:
+        for name, (weight, bias) in outputs.items():
+            stack.callback(model.get_submodule(name).register_forward_hook(instead(weight, bias)).remove)
         yield
 
 
