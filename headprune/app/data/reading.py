@@ -16,6 +16,7 @@ from headprune.errors import HeadPruneError, check_text, explained, first_line
 BUILDERS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text",
 }  # fmt: skip
+ARGUMENTS: dict[str, dict[str, Any]] = {".tsv": {"delimiter": "\t"}}  # that the builder of a suffix is given
 WHOLE = "all"  # the name of the only split where the data has none: one file, or one dataset saved to disk
 _HINT = f"Pass a Hub id, a folder, or a file ({', '.join(BUILDERS)})."
 _DEEPEST = 1000  # values within values
@@ -78,9 +79,8 @@ def place(dataset: str, split: str) -> str:
 
 
 def _load_file(path: Path, streaming: bool = False) -> Any:
-    suffix = path.suffix.lower()
-    file, extra = glob.escape(str(path)), {"delimiter": "\t"} if suffix == ".tsv" else {}
-    return datasets.load_dataset(BUILDERS[suffix], data_files=file, split="train", streaming=streaming, **extra)
+    suffix, split = path.suffix.lower(), {"data_files": glob.escape(str(path)), "split": "train"}
+    return datasets.load_dataset(BUILDERS[suffix], streaming=streaming, **split, **ARGUMENTS.get(suffix, {}))
 
 
 # -- what cannot be read ------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def _broken_file(path: Path) -> HeadPruneError | None:
     The library's error for a folder does not name the file, and seldom the line.
     """
     for file in _files_in(path, *BUILDERS):
-        number, is_text = 0, BUILDERS[file.suffix.lower()] != "parquet"
+        number, is_text = 0, file.suffix.lower() not in {".parquet"}
         try:
             for line in file.read_bytes().splitlines() if is_text else ():
                 number += 1
