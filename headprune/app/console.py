@@ -21,7 +21,7 @@ from rich.text import Text
 from headprune.amounts import visible
 from headprune.files import dumps
 
-_PIPED_WIDTH = 140  # columns where no terminal says how many there are
+_PIPED_WIDTH = 140  # columns where the output is not a terminal
 _WIDE = 16  # heads per layer up to which the heat map shows numbers
 
 
@@ -29,7 +29,7 @@ class Terminal(RichConsole):
     """A console that shows the escape codes in labels and names, so that the terminal does not obey them."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What is printed, piece by piece; rich adds its own colours later."""
+        """Rich's segments, with the escape codes in their text made visible; rich adds its own colours later."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else visible(text), style, control)
 
@@ -39,28 +39,28 @@ class Console:
 
     def __init__(self, quiet: bool = False, as_json: bool = False) -> None:
         self.quiet, self.as_json = quiet, as_json
-        self.stdout = sys.stdout  # of now: while a command runs, what others print may be redirected
+        self.stdout = sys.stdout  # kept: sys.stdout may be redirected while a command runs
         self.out = Terminal(highlight=False, markup=False, emoji=False)
         self.err = Terminal(stderr=True, highlight=False, markup=False, emoji=False)
         if not self.out.is_terminal:
             self.out.width = _PIPED_WIDTH
 
     def say(self, *texts: str) -> None:
-        """Lines about what happens."""
+        """Print progress messages on stderr, unless quiet."""
         for text in texts if not self.quiet else ():
             self.err.print(Text(text), style="dim")
 
     def result(self, text: str) -> None:
-        """A line of the result."""
+        """Print a line of the result on stdout."""
         self.show(Text(text), soft_wrap=True)
 
     def show(self, renderable: RenderableType, soft_wrap: bool = False) -> None:
-        """A part of the result, such as a table."""
+        """Print a part of the result, such as a table, unless JSON is asked for."""
         if not self.as_json:
             self.out.print(renderable, soft_wrap=soft_wrap)
 
     def document(self, data: Any) -> None:
-        """The result as one JSON document, with --json."""
+        """Print the result as one JSON document, if --json was given."""
         if self.as_json and self.stdout is not None:  # None: it was closed before the command began (`>&-`)
             text, encoding = dumps(data), getattr(self.stdout, "encoding", None) or "utf-8"
             if encoding.lower() not in ("utf-8", "utf8"):  # JSON has escapes for what another encoding cannot hold
@@ -98,7 +98,7 @@ class TimeLeft(ProgressColumn):
     max_refresh = 0.5
 
     def render(self, task: Task) -> Text:
-        """Such as ``12/38, 0:01:10 left``."""
+        """The column's text, such as ``12/38, 0:01:10 left``."""
         if not task.total:
             return Text("")
         count = f"{task.completed:,.0f}/{task.total:,.0f}"
@@ -111,16 +111,16 @@ class TimeLeft(ProgressColumn):
 
 
 def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int]]], signed: bool = True) -> Table:
-    """Layers by heads, coloured by rank over the whole model: dark blue matters, red is harmful (if ``signed``).
+    """A heat map of scores, layers by heads, coloured by rank in the model: dark blue matters, red harms (if ``signed``).
 
     Args:
-        title: Above it.
+        title: Shown above the table.
         rows: (layer's label, its heads' scores, heads to cross out).
-        signed: Whether scores below 0 say that a head is harmful.
+        signed: Whether a score below 0 means that a head is harmful.
     """
     flat = sorted(v for _, values, _ in rows for v in values)
     largest = max(map(abs, flat), default=1.0)
-    # A power of ten in steps of three, for values below 1: the largest is at least 1 when divided by it.
+    # Values below 1 are divided by a power of ten, in steps of three, so that the largest is at least 1.
     exponent = max(3 * math.floor(math.log10(largest) / 3), -12) if 0 < largest < 1 else 0
     widest = max((len(values) for _, values, _ in rows), default=0)
     numbers = widest <= _WIDE

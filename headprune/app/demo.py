@@ -55,7 +55,7 @@ def prepare(home: Path, progress: Callable[[int, int], None]) -> tuple[Path, Pat
     images, labels = digits.images[order].astype("uint8"), digits.target[order].astype(int)
     _write_data(data_path, images, labels)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with another number sums are rounded otherwise: the trained model would be another one
+    torch.set_num_threads(1)  # another number rounds sums differently, and so trains another model
     try:
         model, processor, accuracy = _train(images, labels, progress)
     finally:
@@ -68,7 +68,7 @@ def prepare(home: Path, progress: Callable[[int, int], None]) -> tuple[Path, Pat
 
 
 def was_run(folder: RunFolder) -> bool:
-    """Whether the demo wrote this very report here, on this machine."""
+    """Whether the demo wrote the report in this folder, by the note of `remember`."""
     mark = HOME / "run.json"
     return mark.is_file() and folder.pruned and read_json(mark, "demo").get("report") == digest(folder.metrics_path, 64)
 
@@ -101,7 +101,7 @@ def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tu
     x, y = pixels[:, None], torch.tensor(labels)
     per_epoch = _TRAIN // _RECIPE["batch"]
     steps = _RECIPE["epochs"] * per_epoch
-    optimizer = torch.optim.AdamW(model.parameters(), **_RECIPE["optimizer"], foreach=True)  # the same numbers, sooner
+    optimizer = torch.optim.AdamW(model.parameters(), **_RECIPE["optimizer"], foreach=True)  # the same result, faster
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RECIPE["optimizer"]["lr"], total_steps=steps)
     model.train()
     for step in range(steps):

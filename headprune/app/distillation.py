@@ -1,4 +1,4 @@
-"""The loss for fine-tuning a pruned model: the loss on the labels, and the distance from the dense model."""
+"""The loss for fine-tuning a pruned model: the loss on the labels, and distillation from the dense model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SAME = 1e-4  # relative: how much an example's loss may depend on the other exa
 
 
 class DistillationLoss(nn.Module):
-    """A student, called on a batch to give the loss of each example, ``[batch]``, from the labels and from a teacher.
+    """A student's fine-tuning loss for each example of a batch, ``[batch]``, from the labels and a teacher's outputs.
 
-    ``alpha * T^2 * KL(teacher || student at T) + (1 - alpha) * loss on the labels + hidden states``: the answers as in
+    ``alpha * T^2 * KL(teacher || student at T) + (1 - alpha) * loss on the labels + hidden states``: the KL term as in
     Hinton et al. 2015 (arXiv:1503.02531, section 2), with `Divergence`; the hidden states as in Jiao et al. 2020
     (TinyBERT, arXiv:1909.10351, equation 8). Pruning heads does not change their width, so no matrix has to be learned,
     and each layer is compared with the same layer of the teacher. The squared difference is divided by the mean square of
@@ -34,8 +34,8 @@ class DistillationLoss(nn.Module):
 
     Args:
         student: A transformers model, or any module whose output has ``logits``.
-        teacher: The same before pruning; in evaluation mode, on the same device.
-        example: A batch, by which it is checked that models and labels fit, and found out how labels are compared.
+        teacher: The same model before pruning; in evaluation mode, on the same device.
+        example: A batch, to check that models and labels fit, and to find how the model compares labels with logits.
 
     Raises:
         HeadPruneError: No labels where they are needed; models with other classes or widths.
@@ -44,7 +44,7 @@ class DistillationLoss(nn.Module):
     def __init__(self, student: nn.Module, teacher: nn.Module, mixture: Mixture, example: Mapping[str, Any]) -> None:
         super().__init__()
         self.student, self.mixture, self.example = student, mixture, example
-        # In a tuple it is no part of this module: not trained, not saved.
+        # The tuple keeps the teacher out of this module's parameters: it is neither trained nor saved.
         self.teachers = (teacher,) if mixture.alpha > 0 or mixture.hidden_states else ()
         self.labels = ExampleLoss(student)
         self.divergence = Divergence(student, 0, mixture.temperature)
@@ -77,7 +77,7 @@ class DistillationLoss(nn.Module):
 
     @cached_property
     def separable(self) -> bool:
-        """Whether an example's loss, in training too, does not depend on the other examples of its batch; tried on three."""
+        """Whether an example's loss is independent of the rest of its batch, in training too; tried on three examples."""
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.modules()):
             return False
         with evaluating(self.student), torch.no_grad():

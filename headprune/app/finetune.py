@@ -1,11 +1,11 @@
 """Fine-tune a pruned model by transformers' Trainer, with distillation from the dense one.
 
-Ours are the loss and the metrics. The random numbers of a step depend on the seed and the step's number alone, so a training
+The loss and the metrics are headprune's. The random numbers of a step depend only on the seed and the step's number, so a training
 that continues from one of Trainer's checkpoints ends with the weights of one that was not interrupted (to the bit on a CPU).
 
-Of several processes each computes the losses of some examples of every batch, and DistributedDataParallel averages the gradients.
-Dropout draws for the whole batch in every process, which uses its examples' part of that: on a CPU a step is the same as in one
-process but for rounding. On a GPU dropout has kernels that draw by themselves, and differs.
+With several processes, each computes the losses of some examples of every batch, and DistributedDataParallel averages the gradients.
+On a CPU, every process draws dropout for the whole batch and uses the part of its own examples, so a step equals that of one
+process, but for rounding. On a GPU, dropout kernels draw their own random numbers, so it differs.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from headprune.running import Progress, evaluating, held, no_progress
 from headprune.store import digest
 
 SAVE_SECONDS = 60.0  # between two checkpoints, at least
-_SAVE_SHARE = 0.05  # of the time that checkpoints may take
+_SAVE_SHARE = 0.05  # the share of the time that saving checkpoints may take
 _WEIGHTS, _STATE = "pytorch_model.bin", "trainer_state.json"
-_FILES = (_WEIGHTS, _STATE, "optimizer.pt", "scheduler.pt")  # of a checkpoint, as Trainer calls them
-_SEAL = "checksum.txt"  # is written last
+_FILES = (_WEIGHTS, _STATE, "optimizer.pt", "scheduler.pt")  # a checkpoint's files, by Trainer's names
+_SEAL = "checksum.txt"  # written last, so it marks a complete checkpoint
 
 
 def finetune(
@@ -57,15 +57,15 @@ def finetune(
 ) -> tuple[nn.Module, Training]:  # fmt: skip
     """A copy of a pruned model, trained on labels and on the dense model's answers (`DistillationLoss`), and how it was trained.
 
-    AdamW. Weights in bfloat16 are trained in float32, with products in bfloat16 (mixed precision), and rounded at the end: small steps
-    would get lost in them. Shapes stay, so pruned heads stay pruned. Under torchrun every process calls this alike.
+    Uses AdamW. Weights in bfloat16 are trained in float32, with products in bfloat16 (mixed precision), and rounded at the end: small
+    steps would get lost in bfloat16. Shapes stay, so pruned heads stay pruned. Under torchrun every process makes the same call.
 
     Args:
         pruned: A transformers model, or any module whose output has ``logits``; it is not changed.
         dense: The model before pruning, on the same device; it is not changed.
-        train: Examples with labels; without them, if ``alpha`` is 1.
+        train: Examples with labels, which are optional if ``alpha`` is 1.
         choose: Examples that decide when to stop and which epoch's weights are kept (those from before training, if no epoch
-            was better). Never those that are reported.
+            was better). Never the reported ones.
         work: A folder for checkpoints. A later call with the same model, data and options continues from the last one, any
             other call starts from the beginning. The caller removes it.
         metric: What decides: ``"accuracy"`` (highest), or ``"perplexity"`` or ``"loss"`` (lowest, nats per token).
@@ -77,7 +77,7 @@ def finetune(
     """
     check_values(options)
     began, device = time.monotonic(), model_device(pruned)
-    # Trainer makes accelerate's state of the process anew, and that decides on the devices of all that follows.
+    # Trainer replaces accelerate's state of the process, which decides on devices from then on: restore it afterwards.
     accelerate_kept = held(kind._shared_state for kind in (PartialState, AcceleratorState, GradientState))
     with accelerate_kept, seeded(pruned, options.seed), evaluating(dense):
         facts = [versions(), device.type, options, metric, train.batch_size, choose.batch_size]
@@ -92,7 +92,7 @@ def finetune(
         resumed, flow = state and state.global_step, _Flow(options.patience, progress)
         trainer = _Trainer(loss, arguments, train_dataset=train, eval_dataset=choose, callbacks=[flow])
         trainer.remove_callback(PrinterCallback)
-        if state is None or not flow.over(state):  # else it was stopped after its last step
+        if state is None or not flow.over(state):  # otherwise it was interrupted after its last step
             try:
                 trainer.train(resume_from_checkpoint=resumed and str(folder / f"checkpoint-{resumed}"))
             except Exception as error:
@@ -112,10 +112,10 @@ def finetune(
 
 
 def _arguments(folder: Path, options: FinetuneOptions, metric: str, pruned: nn.Module) -> TrainingArguments:
-    """Trainer's arguments: it says nothing, writes into the folder alone, and trains on the model's device, in its precision.
+    """Trainer's arguments: no output, files only in ``folder``, training on the model's device, in its precision.
 
     Raises:
-        HeadPruneError: It cannot.
+        HeadPruneError: Trainer cannot use this precision or device.
     """
     device, dtypes = model_device(pruned), {p.dtype for p in pruned.parameters()}
     if torch.float16 in dtypes:
@@ -134,14 +134,14 @@ def _arguments(folder: Path, options: FinetuneOptions, metric: str, pruned: nn.M
 
 
 def _merit(metrics: Mapping[str, float], metric: str) -> float:
-    """What the best epoch has most of: accuracy, then low loss where that ties; or else a low value of the metric."""
+    """A value that is higher for a better epoch: accuracy, with ties broken by the loss; or the negative metric."""
     return metrics["accuracy"] - 1e-9 * metrics["loss"] if metric == "accuracy" else -metrics[metric]
 
 
 def _last_state(folder: Path, say: Callable[[str], None]) -> TrainerState | None:
-    """Where a training was at its last checkpoint that is whole, as the best one is; None if there is none.
+    """Trainer's state at the last complete checkpoint whose best checkpoint is complete too; None if there is none.
 
-    Later and damaged ones are removed: Trainer counts them among those that it keeps.
+    Later and damaged checkpoints are removed: Trainer counts them among those that it keeps.
     """
     checkpoints = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*")}
     whole = {n: TrainerState.load_from_json(str(path / _STATE)) for n, path in checkpoints.items() if _is_whole(path)}
@@ -158,7 +158,7 @@ def _last_state(folder: Path, say: Callable[[str], None]) -> TrainerState | None
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint was written to its end, where its checksum is, and has not changed since."""
+    """Whether a checkpoint was written completely and has not changed since, by its checksum."""
     with suppress(OSError, UnicodeError):
         return (checkpoint / _SEAL).read_text() == _checksum(checkpoint)
     return False
@@ -177,7 +177,7 @@ class _Trainer(Trainer):  # type: ignore[misc]
         return DataLoader(train.features, train.batch_size, sampler=lengths, collate_fn=train.collate)
 
     def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], *_: Any, **__: Any) -> Tensor:
-        """The mean loss of a batch's examples; of several processes, such that the mean over them has the gradient of that."""
+        """The mean loss of a batch; with several processes, scaled so that their averaged gradients are its gradient."""
         size, count, rank = apparent_size(inputs), self.accelerator.num_processes, self.accelerator.process_index
         if count == 1 or not self.model.separable:
             return torch.mean(model(inputs))
@@ -196,7 +196,7 @@ class _Trainer(Trainer):  # type: ignore[misc]
         return loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """What Trainer judges an epoch by: its merit, under the name of the metric."""
+        """What Trainer compares epochs by: `_merit`, under the metric's name."""
         metric = self.args.metric_for_best_model
         metrics = evaluate(self.model.student, self.eval_dataset.batches()).metrics
         self.log(metrics.copy())
@@ -209,14 +209,14 @@ class _Trainer(Trainer):  # type: ignore[misc]
 
 
 class _Flow(TrainerCallback):  # type: ignore[misc]
-    """Seeds every epoch, saves within long epochs too, and stops where the patience ends."""
+    """Seeds every epoch, saves checkpoints within long epochs too, and stops when the patience is used up."""
 
     def __init__(self, patience: int, progress: Progress) -> None:
         self.patience, self.progress, self.wait = patience, progress, SAVE_SECONDS
         self.saved = self.stepped = time.monotonic()
 
     def over(self, state: TrainerState) -> bool:
-        """Whether there is no step to come."""
+        """Whether training has ended: after the last step, or with the patience used up."""
         worse = [h for h in state.log_history if "loss" in h and h["step"] > (state.best_global_step or 0)]
         return state.global_step >= state.max_steps or len(worse) >= self.patience
 
@@ -227,7 +227,7 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
         self.progress(state.global_step, state.max_steps)
         self.stepped = time.monotonic()
         due = broadcast_object_list([self.stepped - self.saved >= self.wait])  # clocks differ between processes
-        # After its last step an epoch is saved once it is evaluated: what continues would not evaluate it.
+        # Not after an epoch's last step: the epoch is saved once it is evaluated, which a resumed run would not do.
         control.should_save |= due[0] and state.epoch % 1 > 0 and not control.should_training_stop
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
@@ -244,7 +244,7 @@ def _seed(*numbers: int) -> int:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is drawn at random for some examples of a batch is drawn for all, and the examples' part used."""
+    """Draws dropout for a whole batch, and uses the part of some of its examples."""
 
     def __init__(self, size: int, own: range) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -255,7 +255,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not drawn or args[0].shape[0] % len(self.own):
             return func(*args, **(kwargs or {}))
         like, each = args[0], args[0].shape[0] // len(self.own)
-        order = sorted(range(like.ndim), key=lambda d: (-like.stride()[d], d))  # drawn as numbers lie in memory
+        order = sorted(range(like.ndim), key=lambda d: (-like.stride()[d], d))  # drawn in the order of memory
         whole = torch.empty_permuted((each * self.size, *like.shape[1:]), order, dtype=like.dtype, device=like.device)
         func(whole, *args[1:], **(kwargs or {}))
         return like.copy_(whole[each * self.own.start : each * self.own.stop])

@@ -1,4 +1,4 @@
-"""What `headprune finetune` does: from a pruned folder to a fine-tuned one beside it, measured."""
+"""The work of `headprune finetune`: fine-tunes a pruned folder's model, measures it and saves it to a new folder."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _EXACT = 1e-5  # relative: how much the saved model's answers may differ from th
 
 
 class TunedFolder(Folder):
-    """A fine-tuned model with its documents: a new one replaces all that is there."""
+    """The folder of a fine-tuned model and its documents; a new result replaces everything in it."""
 
     parts = ("*",)
 
 
 @dataclass(frozen=True)
 class FinetuneRun:
-    """What `finetune_run` is to do.
+    """The settings of `finetune_run`.
 
     Attributes:
         source: A folder that headprune saved.
-        options: Of the dense model, which teaches, and of the data; in float32, as what a model is stored in may be too coarse for small steps.
-        output: Where to write.
+        options: The dense model (the teacher) and the data; best in float32, as the stored precision may be too coarse for small steps.
+        output: The folder to write.
         train_limit: Examples to train on, at most.
     """
 
@@ -64,7 +64,7 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents
         The folder, which appears complete or not at all, and what is in ``finetune.json``.
 
     Raises:
-        HeadPruneError: No such folder, no dense model, an option out of its range, data that is cut otherwise than when pruning.
+        HeadPruneError: No such folder, no dense model, an option out of its range, data that is cut differently than for pruning.
     """
     config.options.check()
     output, key = config.output, key_of("finetune", replace(config, resume=True))
@@ -131,16 +131,16 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
 
 
 def run_of(source: Path) -> documents.Run | None:
-    """The run that a checkpoint lies in, if it does."""
+    """The run.json of the run folder that a checkpoint lies in; None if it lies in none."""
     folder = runs.RunFolder(source.resolve().parent)
     return folder.read_run() if folder.run_path.is_file() else None
 
 
 def _open_dense(options: Options, run: documents.Run | None, console: Console) -> Scene:
-    """The data, and the model before pruning, which teaches, and which the others are compared with.
+    """The data and the dense model, which is the teacher and the baseline of the comparisons.
 
     Raises:
-        HeadPruneError: It does not load, or has changed since the model was pruned.
+        HeadPruneError: The dense model does not load, or has changed since the model was pruned.
     """
     try:
         scene = open_scene(options, console)
@@ -160,10 +160,10 @@ def _open_dense(options: Options, run: documents.Run | None, console: Console) -
 
 
 def _check_unseen(scene: Scene, source: Path, run: documents.Run | None) -> list[str]:
-    """Refuse to report examples that scored or chose the heads, or that the model was trained on; a note where that is not known.
+    """Refuse to report examples that scored or chose the heads, or trained the model; notes if that is unknown.
 
     Raises:
-        HeadPruneError: Some of them would be, or the data has changed.
+        HeadPruneError: Such examples would be reported, or the data has changed.
     """
     now, data = documents.Cut.of(scene.parts), scene.options.data
     trained = _trained_on(source, run)
@@ -200,7 +200,7 @@ def _check_unseen(scene: Scene, source: Path, run: documents.Run | None) -> list
 
 
 def _differences(before: DataOptions, now: DataOptions) -> tuple[str, bool]:
-    """The options by which data is cut otherwise than before, and whether it is of one dataset."""
+    """The options that cut the data differently than before, in words; and whether the dataset is the same."""
     same = (before.dataset, before.subset) == (now.dataset, now.subset)
     return " and ".join(changed_options(before, now)) or "these options", same
 

@@ -1,6 +1,6 @@
-"""Folders that one process at a time writes, that change as a whole, and in which an interrupted run can continue.
+"""Folders that one process writes at a time, that change as a whole, and in which an interrupted run can continue.
 
-Beside what is for readers, a folder holds these, only while they are needed:
+Beside its content, a folder holds these, only while they are needed:
 
     .lock        which process is writing it (`headprune.files`)
     .unfinished  results of a run that has not ended (`headprune.store`)
@@ -33,7 +33,7 @@ _PATIENCE = 20.0  # seconds that a reader waits for a run that is moving its fil
 
 @dataclass(frozen=True)
 class Folder:
-    """What a command writes to.
+    """A folder that a command writes to.
 
     Attributes:
         parts: Patterns of the names that a new result replaces.
@@ -43,23 +43,23 @@ class Folder:
     parts: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Refuse links in the place of what headprune keeps here: what lies behind them would be moved, or removed.
+        """Refuse links in place of headprune's own files here: the links' targets would be moved or removed.
 
         Raises:
             HeadPruneError: There is one.
         """
         for path in (self.path / name for name in OWN):
-            if os.path.islink(path):  # of a folder that cannot be looked into, `locked` says so
+            if os.path.islink(path):  # False in an unreadable folder, which `locked` reports
                 hint = "Remove the link, or use another folder."
                 raise HeadPruneError(f"{path} is a link, which headprune never makes there.", hint)
 
     @property
     def unfinished(self) -> Path:
-        """The folder of a run's results that has not ended."""
+        """The folder with an unfinished run's results."""
         return self.path / _UNFINISHED
 
     def store(self, say: Callable[[str], None] = lambda text: None) -> Store:
-        """The results of a run that has not ended."""
+        """The store of an unfinished run's results."""
         return Store(self.unfinished, say)
 
     @property
@@ -70,13 +70,13 @@ class Folder:
 
     @property
     def empty(self) -> bool:
-        """Whether it holds nothing for readers."""
+        """Whether the folder has no content, apart from headprune's lock and unfinished work."""
         path = self.path
         return not path.exists() or (path.is_dir() and all(entry.name in OWN for entry in path.iterdir()))
 
     @property
     def in_use(self) -> bool:
-        """Whether another process is writing it."""
+        """Whether another process is writing to the folder."""
         return is_taken(self.path / _LOCK)
 
     def clear_unfinished(self) -> None:
@@ -85,17 +85,17 @@ class Folder:
 
     @contextmanager
     def locked(self, command: str) -> Iterator[None]:
-        """Only this process may write it while the context lasts.
+        """Lock the folder for this process while the context lasts.
 
         Raises:
-            BusyError: Another process is writing it.
+            BusyError: Another process is writing to it.
         """
         check_writable(self.path)
         with locked(self.path / _LOCK, f"The folder {self.path}", command):
             yield
 
     def check_idle(self) -> None:
-        """Refuse to replace a folder in here that another process is writing: its work would be removed under it.
+        """Refuse to replace a subfolder that another process is writing to, as its work would be removed.
 
         Raises:
             BusyError: There is one.
@@ -106,17 +106,17 @@ class Folder:
                 raise BusyError(f"{path}, which a new result would remove, is in use by another process.", hint)
 
     def _replaced(self) -> set[Path]:
-        """What a new result removes."""
+        """The paths that a new result replaces or removes."""
         return {path for pattern in self.parts for path in self.path.glob(pattern) if path.name not in OWN}
 
     def publish(self, content: Path) -> None:
-        """Replace what is here by the content of another folder.
+        """Replace the folder's content by that of another folder.
 
         Args:
             content: The other folder: complete, and in `unfinished`, so that one rename commits it.
 
         Raises:
-            BusyError: Another process is writing what would be removed; nothing has changed then.
+            BusyError: Another process is writing to a subfolder that would be removed; nothing has changed then.
         """
         self.check_idle()
         for path in (*content.glob(".*"), *content.rglob(".*.tmp")):  # half-written by a killed run
@@ -127,13 +127,13 @@ class Folder:
         self.settle()
 
     def settle(self) -> None:
-        """Finish the publishing that has begun, also by a run that was killed; or wait for a run that is publishing now.
+        """Finish a publication that has begun, also one of a killed run; or wait for a run that is publishing now.
 
         After an interruption, calling it again moves the rest to its place.
 
         Raises:
-            BusyError: It takes too long.
-            HeadPruneError: What is there is not headprune's, or damaged.
+            BusyError: Waiting takes too long.
+            HeadPruneError: The list of removed files is damaged, or not headprune's.
         """
         lock, ready = self.path / _LOCK, self.path / _READY
         if not ready.exists():
@@ -142,7 +142,7 @@ class Folder:
             journal = ready / _GONE
             if journal.exists():
                 gone = read_json(journal, "publication").get("gone")
-                for entry in list(self.path.iterdir()):  # so nothing elsewhere, whatever it says
+                for entry in list(self.path.iterdir()):  # never a path elsewhere, whatever the journal says
                     if isinstance(gone, list) and entry.name in gone and entry.name not in OWN:
                         remove(entry)
                 # Folders first: when a report or a document appears, all that it names is there.
@@ -161,10 +161,10 @@ AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
 def key_of(*options: Any) -> str:
-    """A name for what a command was asked to do; commands with the same name continue each other's work.
+    """A hash of a command's options; commands with the same key continue each other's work.
 
     Args:
-        options: Dataclasses of plain values, and such.
+        options: Plain values, and dataclasses of them.
     """
     return digest(repr(options))
 
@@ -173,23 +173,23 @@ def key_of(*options: Any) -> str:
 def claimed(
     choose: Callable[[], AnyFolder], key: str, command: str, *, resume: bool = True, say: Callable[[str], None]
 ) -> Iterator[AnyFolder]:
-    """A folder to write to, which only this process may write while the context lasts; of several ranks the first one takes it.
+    """A folder to write to, locked while the context lasts; with several ranks, the first one holds the lock.
 
     Afterwards unfinished work is removed, and so is an empty folder. After an interruption unfinished work stays, so that the
-    same command can continue; after an error it stays for any command, since this one may be the mistake.
+    same command can continue; after an error it stays for any command, since this command may be the mistake.
 
     Args:
-        choose: Gives the folder to take; called again once it is locked, since another process may have been faster.
+        choose: Gives the folder; called again once it is locked, since another process may have been faster.
         key: See `key_of`.
         command: The command as it was typed.
         resume: Whether unfinished work is used.
 
     Raises:
-        BusyError: Another process is writing it.
+        BusyError: Another process is writing to the folder.
         HeadPruneError: The ranks were given different options.
     """
     ranks = current()
-    ranks.agree("options", lambda: key)  # each trains by its own learning rate, say: nothing later would tell
+    ranks.agree("options", lambda: key)  # different learning rates, say, would not be noticed later
     with ExitStack() as lock:
         folder = ranks.first("claiming", partial(_take, choose, command, lock))
         keep = False
@@ -198,7 +198,7 @@ def claimed(
             yield folder
             ranks.gather("through", None)
         except BaseException as error:
-            keep = any(path.is_file() for path in folder.unfinished.glob("*/**/*"))  # what is not in a folder are notes
+            keep = any(path.is_file() for path in folder.unfinished.glob("*/**/*"))  # not the notes at its top
             if ranks.main and isinstance(error, HeadPruneError):
                 folder.store().forget("key")  # nothing is written: the disk may be full
             if isinstance(error, KeyboardInterrupt):
@@ -211,7 +211,7 @@ def claimed(
 
 
 def _take(choose: Callable[[], AnyFolder], command: str, lock: ExitStack) -> AnyFolder:
-    """A folder that is locked until ``lock`` is closed."""
+    """Choose a folder, and lock it until ``lock`` is closed."""
     while True:
         folder = choose()
         with ExitStack() as stack:
@@ -221,7 +221,7 @@ def _take(choose: Callable[[], AnyFolder], command: str, lock: ExitStack) -> Any
             except BusyError:
                 if choose() == folder:
                     raise
-                continue  # it was free when it was chosen, and there are others
+                continue  # another process took it meanwhile: choose another
             if choose() == folder:
                 folder.check_idle()  # now, not only when the long work is done
                 lock.push(stack.pop_all())

@@ -1,4 +1,4 @@
-"""From a model's id or path to the model, its processor and its task."""
+"""Loads a model by its id or path, with its processor and its task."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def load_model(
     """Load a Hugging Face model, a local folder, or a folder that `headprune.save` wrote.
 
     Args:
-        source: Hub id (or ``ID@REVISION``) or path; of a run folder, the pruned model in it, if it is one.
-        options: The device ``"auto"`` is CUDA, then MPS, then CPU; the dtype ``"auto"`` is the stored one, but float32 on a CPU. Whether
-            code that comes with the model may run is only what the user said for this run, never what a file says.
-        with_processor: Whether to load a tokenizer or image processor too; None: where there is one, with a note where there is none.
-        any_task: Take a model of no task (a base model, without a head) or of another one too: its task is then ``"base"``.
+        source: Hub id (or ``ID@REVISION``) or path; for a run folder, the pruned model in it, if it holds just one.
+        options: The device ``"auto"`` is CUDA, then MPS, then CPU; the dtype ``"auto"`` is the stored one, but float32 on a CPU. Code
+            that comes with the model runs only if the user said so for this run, never because a file says so.
+        with_processor: Whether to load a tokenizer or image processor too; None: if there is one, else with a note.
+        any_task: Accept a base model (without a task's head), or one for an unknown task, too: its task is then ``"base"``.
 
     Raises:
         HeadPruneError: No such model, an unknown task, a missing tokenizer, weights that do not load or are not numbers,
@@ -77,7 +77,7 @@ def load_model(
     config = config_of(source, common)
     kind = task_of(config, options.task, source, any_task)
     half = sources.half_of(config) if options.dtype == "auto" and dtype == torch.float32 else None
-    ours = checkpoint.is_checkpoint(source)  # whose code is for those without headprune
+    ours = checkpoint.is_checkpoint(source)  # the code in its folder is only for use without headprune
     if ours:
         model = _load_saved(source, options, dtype, half)
     else:
@@ -104,14 +104,14 @@ def load_model(
             f"{source} comes with code of its own, which was not run (--trust-remote-code runs it): "
             f"transformers' {type(model).__name__} was used instead."
         )
-    # Some configs name another type than their weights have.
+    # Some configs name another dtype than their weights have.
     stored = half if half is not None and sources.holds(model, half) else None
     return LoadedModel(model, processor, kind, source, Path(source.rstrip("/")).name or source, tuple(notes), stored)
 
 
 @contextmanager
 def _explained(source: str, problem: str, hint: str) -> Iterator[None]:
-    """Whatever a library raises as one message; code that may not run, and damaged weights, have one of their own."""
+    """Turn any library's exception into one error; code that may not run and damaged weights have their own messages."""
     try:
         yield
     except Exception as error:
@@ -161,8 +161,8 @@ def _load_dense(
     """A model that transformers loads.
 
     Raises:
-        HeadPruneError: It does not load, some of its weights are missing (a head with random weights would be measured as if it were
-            trained), or it is another model than its config says.
+        HeadPruneError: It does not load, some of its weights are missing (a randomly initialized head would be measured as if it
+            were trained), or it is another model than its config says.
     """
     auto = getattr(transformers, kind.auto_class)
     placing = sources.placing_of(options.device_map, options.device_memory)
@@ -214,7 +214,7 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """The most tokens of a text, by a transformers model's config; None where it names none."""
+    """The largest number of tokens in a text, by a transformers model's config; None if the config has no such limit."""
     config: Any = model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:
@@ -226,10 +226,10 @@ def positions_of(model: nn.Module) -> int | None:
 
 
 def check_length(loaded: LoadedModel, length: int) -> None:
-    """Refuse texts of more tokens than a model has positions in a table.
+    """Refuse texts that are longer than a model's table of position embeddings.
 
     Raises:
-        HeadPruneError: It has fewer.
+        HeadPruneError: The table has fewer positions.
     """
     most = positions_of(loaded.model)
     named = loaded.model.named_modules()
@@ -282,11 +282,11 @@ def set_padding(config: Any, token: int) -> None:
 
 
 def _check_numbers(model: nn.Module, source: str) -> None:
-    """Refuse weights that are not numbers: every loss would be NaN, and the data would be blamed."""
+    """Refuse weights that are NaN: every loss would be NaN, and the data would be blamed."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta or not parameter.is_floating_point() or parameter.element_size() < 2:
             continue
-        # A sum is quick and needs no memory; only if it is not finite are the values counted.
+        # A sum is quick and needs no memory. Values are counted only if it is not finite.
         if not parameter.detach().sum().isfinite() and (wrong := int(parameter.isnan().sum())):
             raise HeadPruneError(
                 f"{source} has weights that are not numbers: {wrong:,} of {parameter.numel():,} values of {name} are NaN.",

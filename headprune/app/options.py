@@ -1,4 +1,4 @@
-"""What a run and a fine-tuning are asked for: values that the command line fills, and that run folders note. No torch is imported here."""
+"""The options of runs and fine-tuning, which the command line fills and run folders store. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ AtLeast2 = Annotated[int, Field(ge=2)]
 
 
 def check_values(options: Any) -> None:
-    """Refuse options of which a value is out of its range.
+    """Refuse options with a value out of its range.
 
     Raises:
-        HeadPruneError: One is; the message names it, and the range.
+        HeadPruneError: A value is out of range; the message names it, and the range.
     """
     from headprune.documents import from_json, to_json
 
@@ -62,7 +62,7 @@ class DataOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse what cannot be right, before anything is loaded.
+        """Refuse invalid options, before anything is loaded.
 
         Raises:
             HeadPruneError: No dataset; a number out of its range; no such file or folder, or an empty one.
@@ -84,10 +84,10 @@ class Task:
     """What a model is for.
 
     Attributes:
-        head: The end of the names of its classes: ``AutoModelFor...`` is transformers' Auto class.
+        head: The end of its class names: ``AutoModelFor<head>`` is transformers' Auto class.
         modality: ``"text"``, ``"image"`` or ``"audio"``.
-        metric: What is measured first: ``"accuracy"`` (higher is better) or ``"perplexity"`` (lower is better).
-        suffixes: Other endings of the names of architectures that do this.
+        metric: The main metric: ``"accuracy"`` (higher is better) or ``"perplexity"`` (lower is better).
+        suffixes: Other endings of the names of classes for this task.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Task:
         return f"AutoModelFor{self.head}" if self.head else "AutoModel"
 
     def fits(self, architecture: str) -> bool:
-        """Whether a model's class does this, by its name."""
+        """Whether a model's class is for this task, by its name."""
         return architecture.endswith((f"For{self.head}", *self.suffixes))
 
 
@@ -127,8 +127,8 @@ class LoadOptions:
     """How a model is loaded.
 
     Attributes:
-        trust_remote_code: Whether code that comes with the model may run. Only a person says so, here and now.
-        device_map, device_memory: Where the weights of a model go that is larger than a device.
+        trust_remote_code: Whether code that comes with the model may run. Only the user can say so, for each run.
+        device_map, device_memory: Where the weights go, if the model is larger than a device.
     """
 
     task: TaskName = None
@@ -144,7 +144,7 @@ class LoadOptions:
     ] = None
 
     def check(self) -> None:
-        """Refuse what is surely wrong, before anything is loaded.
+        """Refuse invalid options, before anything is loaded.
 
         Raises:
             HeadPruneError: No such task, or two places for the model.
@@ -159,13 +159,13 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is asked for.
+    """The options of a run.
 
     Attributes:
         model: A Hub id (with ``@revision``, if not the newest), or a folder.
         distil: Score by the divergence from the dense model's answers, not by the labels.
-        keep: The budget that scoring should be sharpest at, where it cannot be sharp everywhere.
-        methods: Of scoring, each with its settings, such as ``"shapley:permutations=64"``.
+        keep: The budget near which scores should be most precise, where a method cannot be precise everywhere.
+        methods: The scoring methods, each with its settings, such as ``"shapley:permutations=64"``.
     """
 
     model: str
@@ -177,7 +177,7 @@ class Options:
     methods: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Refuse what is surely wrong, before anything is loaded.
+        """Refuse invalid options, before anything is loaded.
 
         Raises:
             HeadPruneError: A number out of its range, no such task or file.
@@ -193,7 +193,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Mixture:
-    """What the loss of fine-tuning is made of.
+    """The parts of the fine-tuning loss, with their weights.
 
     Attributes:
         alpha: Weight of the dense model's answers, from 0 (labels only) to 1 (answers only).
@@ -208,12 +208,12 @@ class Mixture:
 
 @dataclass(frozen=True)
 class FinetuneOptions:
-    """How to train.
+    """How to fine-tune.
 
     Attributes:
         epochs: Passes over the training part; may be a fraction.
         learning_rate: The highest: it rises linearly over the first tenth of the steps, then falls linearly to 0.
-        mixture: What the loss is made of.
+        mixture: The parts of the loss.
         weight_decay: AdamW's, for weights of two or more dimensions (not for biases and norms).
         patience: Training stops after this many epochs without a better value on the choosing part.
         seed: For the order of the examples and for dropout.

@@ -1,4 +1,4 @@
-"""Pictures: as files and in documents, and those of attention, which the report and `headprune show` have."""
+"""Figures and images as files and data URIs, and the attention figures of the report and of `headprune show`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 Drawing: TypeAlias = "Figure"
 
-_COLOURS = 256  # of a PNG: two thirds fewer bytes, and no difference to the eye
-_SIDE = 96  # pixels that an image of a document has, about
+_COLOURS = 256  # in a PNG: a third of the bytes, and no visible difference
+_SIDE = 96  # pixels along the longer side of an image in a document
 # The frame around a head: one colour for a family of roles; Okabe and Ito's, which colour-blind readers can tell apart.
 _OF_ROLES = {
     "previous token": "#0072B2", "next token": "#56B4E9", "relative position": "#56B4E9", "itself": "#F0E442", "same token": "#F0E442",
@@ -34,7 +34,7 @@ _CELL, _FRAME, _GAP = 44, 3, 5  # pixels
 
 
 def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Drawing, list[Any]]:
-    """A matplotlib figure of so many inches and its axes, row by row."""
+    """A matplotlib figure of a size in inches, and its axes, row by row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", dpi=130)
@@ -81,7 +81,7 @@ def as_uri(pixels: Tensor) -> str:
 
 
 def from_uri(uri: str) -> Any:
-    """The pixels of such an image."""
+    """The pixels of an image that `as_uri` made."""
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))))
 
 
@@ -89,8 +89,8 @@ def from_uri(uri: str) -> Any:
 
 
 def cells(sample: Sample, layer: SampleLayer) -> NDArray[np.float32]:
-    """A table for each head: queries by keys; for an image whose rows are not all held, its patches as the first position sees
-    them, each head scaled to its largest weight.
+    """A table for each head: queries by keys; or, if only some of an image's rows are stored, the first position's attention
+    to the patches, as rows by columns of the image, each head scaled to its largest weight.
     """
     weights = layer.unpacked()
     grid = sample.positions[layer.keys].grid
@@ -102,7 +102,7 @@ def cells(sample: Sample, layer: SampleLayer) -> NDArray[np.float32]:
 
 
 def resized(table: NDArray[np.float32], rows: int, columns: int) -> NDArray[np.float32]:
-    """A table with other numbers of rows and columns; each new cell has the largest value of those it covers, so a line stays visible."""
+    """A table resized to ``rows`` by ``columns``; a new cell has the largest value it covers, so lines stay visible."""
     for axis, wanted in ((0, rows), (1, columns)):
         table = np.maximum.reduceat(table, np.arange(wanted) * table.shape[axis] // wanted, axis=axis)
     return table
@@ -152,7 +152,7 @@ def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]
 
 
 def legend_of(roles: Sequence[str]) -> dict[str, str]:
-    """What each colour means, and how many heads have it. Roles of one colour share an entry: nobody could tell two apart."""
+    """The roles of each colour, with their numbers of heads. Roles of one colour share an entry."""
     families: dict[str, list[str]] = {}
     for role in dict.fromkeys((*(rule.role for rule in RULES), MIXED)):
         if role in roles:
@@ -161,7 +161,7 @@ def legend_of(roles: Sequence[str]) -> dict[str, str]:
 
 
 def figure_of_head(sample: Sample, layer: SampleLayer, head: int, title: str) -> Drawing:
-    """One head, large: queries down, keys to the right; of a long image, where the held positions look."""
+    """One head, large: queries down, keys to the right; for a large image, the attention of the stored positions."""
     queries, keys = sample.positions[layer.queries], sample.positions[layer.keys]
     weights = layer.unpacked()[head]
     if layer.rows is not None and keys.grid is not None:

@@ -22,7 +22,7 @@ from headprune.files import CHECKSUM, read_json, stored_checksum
 from headprune.scoring.scores import HeadScores, load_scores
 
 REPORTS = Path("reports")
-# What a run is made of; a new one in its place replaces all of it. Older versions drew agreement.png, latency.png and time.png: they go too.
+# A run's files, all replaced by a new run; agreement.png, latency.png and time.png are from older versions.
 PARTS = (
     "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*", "report.md", "report.html",
     "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "time.png", "heads.png",
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def _file(name: str) -> Any:
-    """A property: the path of this file in a folder."""
+    """A property: the path of the file ``name`` in a folder."""
     return property(lambda folder: folder.path / name)
 
 
@@ -51,7 +51,7 @@ class RunFolder(Folder):
     page_path = _file("report.html")
 
     def plan_path(self, keep: int, first: bool) -> Path:
-        """The first budget's plan is plan.json; further ones carry their number."""
+        """The file of a plan: plan.json for the first budget; for others, with their number of heads."""
         return self.path / ("plan.json" if first else f"plan-{keep}.json")
 
     def checkpoint_path(self, keep: int) -> Path:
@@ -76,14 +76,14 @@ class RunFolder(Folder):
         return self._read(self.heads_path, Heads.read) if self.heads_path.exists() else None
 
     def _read(self, path: Path, read: Callable[[Path], T]) -> T:
-        """A document, but none that another run wrote: each is whole, and together they would tell what never was.
+        """Read a document that run.json was written with: documents of different runs must not be mixed.
 
         Raises:
-            HeadPruneError: It is not what run.json names.
+            HeadPruneError: The document's checksum is not the one in run.json.
         """
         self.settle()
         stored, known = stored_checksum(path), None
-        with suppress(HeadPruneError):  # said by whoever reads run.json
+        with suppress(HeadPruneError):  # reported where run.json is read
             known = Run.read(self.run_path).checksums.get(path.name)
         if stored is not None and known is not None and stored != known:
             hint = f'Copy the whole folder again, or make the run again. If it is meant, delete its line "{CHECKSUM}".'
@@ -100,10 +100,10 @@ def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "
     """The folder a new run writes to: the one asked for, or the next free ``reports/<model>-<n>``.
 
     Args:
-        key: Of the command (`headprune.app.folders.key_of`): where it was interrupted, it continues.
+        key: The command's key (`headprune.app.folders.key_of`): it continues in a folder where it was interrupted.
 
     Raises:
-        HeadPruneError: It exists and holds something, and may not be overwritten.
+        HeadPruneError: The folder exists and is not empty, and may not be overwritten.
     """
     if output is not None:
         folder = RunFolder(output)
@@ -120,10 +120,10 @@ def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "
 
 
 def check_free(folder: Folder, overwrite: bool) -> None:
-    """Refuse a folder that holds something, unless it may be overwritten.
+    """Refuse a folder that is not empty, unless it may be overwritten.
 
     Raises:
-        HeadPruneError: It does, or is no folder.
+        HeadPruneError: It is not empty, or it is no folder.
     """
     check_link(folder.path)
     if folder.path.exists() and not folder.path.is_dir():
@@ -148,10 +148,10 @@ def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | 
 
 
 def _model_of(folder: RunFolder) -> str:
-    """The model that a run scored; the rest of its document may be another version's.
+    """The model that a run scored; works even if another version wrote the rest of run.json.
 
     Raises:
-        HeadPruneError: It does not say.
+        HeadPruneError: run.json does not name the model.
     """
     options = read_json(folder.run_path, "run").get("options")
     model = options.get("model") if isinstance(options, dict) else None
@@ -189,7 +189,7 @@ def now() -> str:
 
 
 def command_line() -> str:
-    """What was typed, as one line that can be typed again."""
+    """The command that was typed, as one line that can be typed again."""
     name = Path(sys.argv[0]).name
     program = "headprune" if name in ("headprune", "__main__.py") else f"python {name}"
     return shlex.join([*program.split(), *sys.argv[1:]])

@@ -1,7 +1,7 @@
-"""Where a model comes from, where its weights go, and in which precision: from what was typed to what is loaded by.
+"""Resolves what the user typed for a model: its source, the devices of its weights, and its precision.
 
-A weight that came from half precision can be rounded to it again without a change, so a checkpoint that was stored in half
-precision can be saved in it again; only weights that were fitted since are rounded.
+A weight that came from half precision does not change when it is rounded to it again. So a checkpoint that was stored in
+half precision can be saved in it again: only refitted weights lose precision.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from headprune.offload import Offloaded
 
 
 def check_source(source: str) -> None:
-    """Refuse what cannot be a model, before anything is loaded.
+    """Refuse a source that cannot be a model, before anything is loaded.
 
     Raises:
-        HeadPruneError: No such folder, and no name that a model on the Hub can have; or a file.
+        HeadPruneError: Neither a folder nor a name that a model on the Hub can have.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -49,7 +49,7 @@ def check_source(source: str) -> None:
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
-    """A model's id and its revision, of ``ID@REVISION``; a folder has none."""
+    """A model's id and revision, from ``ID@REVISION``; a folder has no revision."""
     if Path(source).exists() or "@" not in source:
         return source, None
     name, _, revision = source.rpartition("@")
@@ -57,7 +57,7 @@ def split_revision(source: str) -> tuple[str, str | None]:
 
 
 def resolved(source: str) -> str:
-    """What a user named, with the pruned model in it for a run folder.
+    """The source that the user named; for a run folder, the pruned model in it.
 
     Raises:
         HeadPruneError: The run folder holds none or several.
@@ -118,7 +118,7 @@ NAMED = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def placed(model: nn.Module) -> str:
-    """Where a model is, for people."""
+    """The devices that hold a model's weights, with MiB if there are several, as text."""
     from accelerate.utils import compute_module_sizes
 
     sizes, places = compute_module_sizes(model), Counter[Any]()
@@ -131,10 +131,10 @@ def placed(model: nn.Module) -> str:
 
 
 def placing_of(device_map: str | None, memory: str | None) -> dict[str, Any]:
-    """The arguments of ``from_pretrained`` by which weights do not all go onto one device; none without a device map.
+    """The arguments of ``from_pretrained`` that spread weights over devices; {} without a device map.
 
     Raises:
-        HeadPruneError: A map or an amount that is none; something for a map where there is none.
+        HeadPruneError: An invalid map or amount; ``memory`` without a map.
     """
     if device_map is None:
         if memory is not None:
@@ -150,7 +150,7 @@ def placing_of(device_map: str | None, memory: str | None) -> dict[str, Any]:
 
 
 def _memory(text: str) -> dict[int | str, int]:
-    """The most for each device, in bytes."""
+    """The memory limit of each device, in bytes."""
     from accelerate.utils import convert_file_size_to_int
 
     try:
@@ -165,12 +165,12 @@ def _memory(text: str) -> dict[int | str, int]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Such as ``"bfloat16"``."""
+    """A dtype's name, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def half_of(config: Any) -> torch.dtype | None:
-    """The half precision that a config says its weights are stored in."""
+    """The half precision that a config says its weights are stored in; None for any other dtype."""
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return next((half for half in HALVES if dtype in (half, name_of(half))), None)
 
@@ -200,7 +200,7 @@ def holds(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def stored_size(model: nn.Module, half: torch.dtype | None = None) -> int:
-    """Bytes of a model's weights and saved buffers, shared ones once: as they are, or once `narrow` has rounded them to ``half``."""
+    """Bytes of a model's weights and saved buffers, shared ones counted once; with ``half``, as after `narrow`."""
     narrowed = {id(p) for _, p in _narrowed(model, half)} if half else set()
     saved = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
     return sum(t.numel() * (half.itemsize if half and i in narrowed else t.element_size()) for i, t in saved.items())

@@ -28,11 +28,11 @@ RETIRED = {
     "have, or load the folder by from_pretrained(folder, trust_remote_code=True).",
     "estimate": "`headprune score`, `prune` and `finetune` say before they begin how long they will take; with --dry-run, no more than that.",
 }
-"""By what was typed: the next thing to type. An option is looked up only where its command has none of that name."""
+"""Retired options and commands, each with what to type instead. An option is looked up only if its command lacks it."""
 
 
 class Commands(typer.core.TyperGroup):
-    """All commands, and what is said of a mistake in how one is called: a JSON document too, where one was asked for."""
+    """All commands; reports usage errors in headprune's own way, with ``--json`` as a JSON document too."""
 
     def main(self, args: Any = None, *more: Any, **extra: Any) -> Any:
         try:
@@ -45,10 +45,7 @@ class Commands(typer.core.TyperGroup):
 
 
 def _say_misused(error: Any, words: Sequence[str]) -> Any:
-    """Say what is wrong with a command as it was typed; the exit status.
-
-    A retired option or command is one line that says what to type instead. An option is looked up only where its command has none of that name.
-    """
+    """Report a usage error; the exit status. For a retired option or command, one line says what to type instead."""
     from headprune.app.console import Console
 
     console = Console(as_json="--json" in words)
@@ -106,11 +103,11 @@ def _root(
 def wait_asleep() -> None:
     """Let OpenMP's threads sleep soon while they wait, unless the user set how they wait; call it before torch is imported.
 
-    Threads that spin keep those of other programs, and their own, from the cores: on a busy machine small work took thirty times as long.
-    Threads that never spin (OMP_WAIT_POLICY=PASSIVE) are slower on an idle one.
+    Threads that spin keep other threads from the cores: on a busy machine small work took thirty times as long.
+    Threads that never spin (OMP_WAIT_POLICY=PASSIVE) are slower on an idle machine.
     """
     if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"}:
-        # Turns of a loop, in libgomp, which PyTorch has on Linux; its own count is 300,000.
+        # Turns of the spin loop of libgomp, which PyTorch uses on Linux; the default is 300,000.
         os.environ["GOMP_SPINCOUNT"] = "10000"
 
 

@@ -1,4 +1,4 @@
-"""`headprune inspect`, `show`, `bench`, `methods` and `demo`: what there is to see, without scores or a run of one's own."""
+"""The commands `headprune inspect`, `show`, `bench`, `methods` and `demo`, which need no scores and no earlier run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def show(
 
 
 def _check_shown(text: str | None, image: Path | None, data: DataOptions, output: Path | None) -> None:
-    """Refuse what cannot be shown, before anything is loaded."""
+    """Refuse invalid inputs and outputs of `show`, before anything is loaded."""
     if text is None and image is None and not data.dataset:
         raise HeadPruneError("There is nothing to look at.", 'Give --text "…", --image FILE or --dataset DATA.')
     if text is not None and image is not None:
@@ -90,7 +90,7 @@ def _check_shown(text: str | None, image: Path | None, data: DataOptions, output
 
 
 def _print_heads(heads: Heads, head: str | None, output: Path | None, console: Console) -> None:
-    """All heads, or one of them, in the last sample and on average; ``output`` is a picture of the same."""
+    """Print all heads, or one of them, in the last sample and on average; ``output`` is a picture file to write, too."""
     from headprune.app import pictures
     from headprune.app.seeing import head_named, terminal
 
@@ -155,7 +155,7 @@ def bench(
 def _bench_models(
     dense: str, pruned: str, loading: LoadOptions, sizes: list[int], tokens: list[int], console: Console
 ) -> None:
-    """Latency of two models, where the first one's time goes, and how fast both write."""
+    """Print the latency of two models, where the first one's time goes, and how fast both generate."""
     from headprune import documents, latency
     from headprune.app.models import check_length, dummy_input, load_model
     from headprune.app.sources import check_source

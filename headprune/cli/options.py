@@ -1,4 +1,4 @@
-"""Options of commands: what several commands take, and how a dataclass of options becomes options of a command."""
+"""Options that several commands take, and the conversion of dataclasses of options into options of a command."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ output_option = partial(typer.Option, "--output", "-o")
 
 @dataclass(frozen=True)
 class Writing:
-    """Where a run writes, and what it finds there."""
+    """Where a run writes, and how it treats what it finds there."""
 
     output: Annotated[Path | None, output_option(help="Run folder [reports/MODEL-1, or the next free number].")] = None
     overwrite: Overwrite = False
@@ -93,14 +93,14 @@ class Budgets(_BudgetTexts):  # type: ignore[misc]
 
 
 Typed = frozenset[str]
-"""Which options were typed: the names of their fields."""
+"""The field names of the options that were typed."""
 
 
 def takes_options(function: Callable[..., None], shared: bool) -> Callable[..., None]:
-    """A command as Typer takes it, of a function whose arguments may be dataclasses of options; it runs in a `session`.
+    """A Typer command that runs a function in a `session`; the function's arguments may be dataclasses of options.
 
-    A parameter whose type is a dataclass stands for those of its fields that are ``Annotated``; one of the type `Typed` gets which options
-    were typed.
+    A dataclass gives one option for each of its ``Annotated`` fields. A parameter of the type `Typed` gets the names of
+    the options that were typed.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
@@ -126,7 +126,7 @@ def takes_options(function: Callable[..., None], shared: bool) -> Callable[..., 
 
 
 def _parameters(group: Any) -> list[Parameter]:
-    """A parameter for every field of a dataclass that is ``Annotated``; what can be given several times is a list for Typer."""
+    """A Typer parameter for every ``Annotated`` field of a dataclass; a tuple becomes a list, for a repeatable option."""
     hints, parameters = get_type_hints(group, include_extras=True), []
     for each in fields(group):
         hint, default = hints[each.name], each.default
@@ -142,13 +142,13 @@ def _parameters(group: Any) -> list[Parameter]:
 def options_of(
     source: RunFolder | None, model: str | None, data: DataOptions, loading: LoadOptions, typed: Typed, **more: Any
 ) -> Options:
-    """What was typed, over what the scores' run was made with, over the defaults.
+    """A run's options: as they were typed; else those of the run that has the scores; else the defaults.
 
     Args:
         more: Further fields of `Options`; a seed that was not typed is left out.
 
     Raises:
-        HeadPruneError: No dataset; a value that is surely wrong.
+        HeadPruneError: No dataset; an invalid value.
     """
     own = {name: value for name, value in more.items() if name != "seed" or "seed" in typed}
     if "seed" in own:
@@ -169,7 +169,7 @@ def known_methods(texts: Sequence[str]) -> tuple[str, ...]:
     """The scoring methods that were typed, with their settings, each once.
 
     Raises:
-        HeadPruneError: There is no such method or setting, or a method stands twice.
+        HeadPruneError: There is no such method or setting, or a method is given twice.
     """
     from headprune.scoring.base import method_and_settings
 
@@ -187,7 +187,7 @@ def numbers_in(flag: str, text: str) -> list[int]:
     """Numbers from a list such as ``1,8,32``.
 
     Raises:
-        HeadPruneError: It is none.
+        HeadPruneError: The text is no such list.
     """
     numbers = [int(n) for n in text.split(",") if re.fullmatch(r"\s*\d{1,9}\s*", n)]
     if len(numbers) != text.count(",") + 1 or not 1 <= min(numbers) <= max(numbers) <= _LARGEST:

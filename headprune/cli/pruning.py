@@ -57,7 +57,7 @@ def score(
         return
     with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
         _, scores = workflow.score_run(options, folder, console)
-    # The work is done: that nobody reads this to its end (`| head`) does not interrupt it.
+    # The work is done, so a closed pipe (`| head`) does not interrupt it.
     tables.print_scores(console, scores)
     console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
     console.result(f"Next:   headprune prune --keep 50% -o {folder.path}")
@@ -130,12 +130,12 @@ def prune(
     methods = known_methods(more.method)
     check_strategy(search.strategy)
     effort_named(search.effort)
-    # A plan needs no scores, so none are looked for if it is said what to prune and measure on.
+    # A plan needs no scores, so none are looked for if a model is named too.
     searched = bool(more.scores or not (plan and model))
     source = _source_of(model, more.scores, writing.output, console) if searched else None
 
     def configure(source: RunFolder | None) -> PruneConfig:
-        """What was asked for, with the scores of a run or with new ones."""
+        """The command's settings, with the scores of a run or with new ones."""
         extra: dict[str, Any] = {"seed": seed, **({"distil": True} if distil else {})}
         extra |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
         options = options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
@@ -149,7 +149,7 @@ def prune(
     except ScoresError as error:
         if source is None or more.scores is not None or model is None or not data.dataset:
             raise
-        # The command says all that is needed without them.
+        # Without these scores, the command line still says all that is needed.
         console.say(f"The scores in {source.path} are left aside. {error.args[0]}")
         folder = _run(configure(None), writing, distil, key, console)
     if folder is not None:
@@ -157,10 +157,10 @@ def prune(
 
 
 def _read_plan(file: Path | None, typed: Typed) -> PruningPlan | None:
-    """The plan's file that was given, read.
+    """The user's plan, read from its file; None without one.
 
     Raises:
-        HeadPruneError: It was given together with what would change it.
+        HeadPruneError: An option that chooses heads was given too.
     """
     from headprune.plans import PruningPlan
 
@@ -199,7 +199,7 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
 
 
 def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console: Console) -> RunFolder | None:
-    """Prune, or say what would be done; the folder that was written."""
+    """Prune, or with ``--dry-run`` print what would be done; the folder that was written, or None."""
     from headprune.app import runs, workflow
     from headprune.app.folders import claimed
     from headprune.searching import methods_for
@@ -219,10 +219,10 @@ def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console:
 
 
 def _refuse_unused(config: PruneConfig, distil: bool) -> None:
-    """Refuse options for scoring where nothing will be scored: to ignore them would be to mislead.
+    """Refuse options for scoring where nothing will be scored: to ignore them would mislead.
 
     Raises:
-        HeadPruneError: There is one.
+        HeadPruneError: Such an option was given.
     """
     flags = [*(["--distil"] if distil else []), *(f"--method {method}" for method in config.methods)]
     if flags and not config.uses_scores:
@@ -253,7 +253,7 @@ def _prune_folder(source: RunFolder | None, output: Path | None, model: str, ove
 
 
 def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
-    """What would be done; nothing is written."""
+    """Print what would be done; nothing is written."""
     from headprune.app import workflow
 
     if config.source is None and config.needs_scores:

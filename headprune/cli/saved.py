@@ -1,4 +1,4 @@
-"""`headprune finetune`, `report`, `export` and `push`: what is done with what runs have saved."""
+"""The commands `headprune finetune`, `report`, `export` and `push`, which work on what runs have saved."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def finetune(
     from headprune.app.sources import pruned_in
 
     training = replace(training, mixture=mixture)
-    check_values(training)  # before it is looked whether the folder is one
+    check_values(training)  # before the folder is checked
     source = pruned_in(pruned)
     loading = LoadOptions(task, device, dtype, trust_remote_code)
     options = _finetune_options(source, data, loading, teacher, typed)
@@ -61,10 +61,10 @@ def finetune(
 def _finetune_options(
     source: Path, data: DataOptions, loading: LoadOptions, teacher: str | None, typed: Typed
 ) -> Options:
-    """The dense model and the data: as they were typed, else as they were when the model was pruned.
+    """The options of the dense model and the data: as they were typed; else those of the run that pruned the model.
 
     Raises:
-        HeadPruneError: Neither says which.
+        HeadPruneError: Neither names the data, or the dense model.
     """
     from headprune import checkpoint
     from headprune.app.finetune_run import run_of
@@ -80,7 +80,7 @@ def _finetune_options(
     if teacher is None and split_revision(before.model)[0] == model:
         model = before.model  # with its revision
     device = before.loading.device if loading.device == "auto" else loading.device
-    # The seed that is typed is the training's.
+    # A typed seed is for the training, not for the data.
     return Options(model, over(before.data, data, typed - {"seed"}), replace(loading, task=task, device=device))
 
 
@@ -159,7 +159,7 @@ def push(
 
     source = pruned_in(pruned)
     if (source / "config.json").is_file():
-        checkpoint.load(source, trust_remote_code=trust_remote_code)  # what is damaged should not be what others get
+        checkpoint.load(source, trust_remote_code=trust_remote_code)  # so that nobody gets a damaged model
     if dry_run:
         files = {p.relative_to(source).as_posix(): p.stat().st_size for p in checkpoint.files_to_upload(source)}
         for name, size in files.items():

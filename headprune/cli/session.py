@@ -1,4 +1,4 @@
-"""What all commands run in: quiet libraries, every error as one line with the right exit code, signals that stop the process."""
+"""What every command runs in: quiet libraries, errors as one line with the right exit code, signals that stop it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from headprune.app.console import Console
 
 
-_LINGER = 0.5  # seconds that others stay when all are told to stop: who is still there was not the cause
+_LINGER = 0.5  # seconds that other ranks stay after a signal to all: a rank that is gone by then was the cause
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How a command tells what it does."""
+    """The options of a command's output."""
 
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on stderr but errors.")] = False
@@ -36,11 +36,11 @@ class Manner:
 
 @contextmanager
 def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
-    """What a command runs in.
+    """The context that a command runs in; gives its console.
 
     Args:
-        shared: Whether several processes that torchrun or Accelerate started share out its work; only the first one prints. Any
-            other command is run by the first one alone.
+        shared: Whether several processes that torchrun or Accelerate started share out the work, of which only the first one
+            prints. If not, the first process runs the command alone.
 
     Raises:
         typer.Exit: With the exit code, after any error; its message has been printed.
@@ -82,7 +82,7 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
 
 
 def _say_stopped(error: KeyboardInterrupt, console: Console, ranks: Any) -> int:
-    """Say what a signal ended, or which rank's loss was behind it; the exit code."""
+    """Report that a signal ended the command, or that a lost rank was the cause; the exit code."""
     stopped = error if isinstance(error, Stopped) else Stopped()
     if isinstance(sys.stderr, NullOutput):
         time.sleep(_LINGER)
@@ -97,26 +97,26 @@ def _say_stopped(error: KeyboardInterrupt, console: Console, ranks: Any) -> int:
 
 
 class NullOutput(io.TextIOWrapper):
-    """The output of a process that is not to be heard, since another one says the same."""
+    """An output that drops everything, for processes other than the first."""
 
     def __init__(self) -> None:
         super().__init__(io.FileIO(os.devnull, "w"), errors="replace")
 
 
 def hush() -> None:
-    """Let this process print nothing, if a launcher started several and it is not the first."""
+    """Silence this process, if a launcher started several and it is not the first."""
     if not os.environ.keys() & {"WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"}:
         return  # so that `headprune --help` does not wait for torch
     from headprune.parallel import place
 
-    with suppress(HeadPruneError):  # said by the command
+    with suppress(HeadPruneError):  # the command reports it
         ranks = place()
         if ranks is not None and ranks[0] and not os.environ.get("HEADPRUNE_DEBUG"):
             sys.stdout, sys.stderr = NullOutput(), NullOutput()
 
 
 def unhush(ranks: Any) -> None:
-    """Let this process print again, if it is the first of those that are left."""
+    """Let this process print to stderr again, if it is the first of the remaining processes."""
     if isinstance(sys.stderr, NullOutput) and ranks is not None and {*range(ranks.rank)} <= {*ranks.gone}:
         sys.stderr = Output(sys.__stderr__, results=False)
 
@@ -132,7 +132,7 @@ def say_size(console: Console, size: int) -> None:
 
 def quieten(verbose: bool) -> None:
     """Keep the libraries' bars and warnings off the screen."""
-    # Notebooks set it for their own process to a backend that headprune's environment may not have; pictures are files here.
+    # Notebooks set it to a backend that headprune's environment may not have; pictures are files here.
     os.environ.pop("MPLBACKEND", None)
     if verbose:
         return
@@ -156,11 +156,11 @@ def quieten(verbose: bool) -> None:
 
 
 def fail(console: Console, error: HeadPruneError) -> None:
-    """Say what is wrong: a line on stderr, and the document if one was asked for."""
+    """Print an error: a line on stderr, and a JSON document if one was asked for."""
     line = in_line(f"headprune: {error}")
     typer.echo(line, err=True)
-    if not console.as_json and getattr(sys.stderr, "lost", False):  # `Output`: on stdout for who sees only that
-        with suppress(OSError, HeadPruneError):  # stdout may be what is full, or closed
+    if not console.as_json and getattr(sys.stderr, "lost", False):  # `Output`: stderr takes nothing, so use stdout
+        with suppress(OSError, HeadPruneError):  # stdout may be full or closed, too
             typer.echo(line)
     with suppress(OSError, HeadPruneError):
         console.document({"error": str(error.args[0]), "hint": error.hint.strip("()")})
@@ -169,17 +169,17 @@ def fail(console: Console, error: HeadPruneError) -> None:
 # -- how the process ends ------------------------------------------------------------------------------
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGXCPU")
-_GRACE = 3.0  # seconds after a signal in which others are not obeyed: what the first one stopped is cleaning up
+_GRACE = 3.0  # seconds after a signal in which others are ignored, while the command cleans up
 _AGAIN = 0.05  # seconds until a signal that was lost is sent again
 
 
 class Signals:
-    """Signals that stop the process: Ctrl-C, what batch systems, containers and closed terminals send, and a limit on its time.
+    """Handles the signals that stop the process: of Ctrl-C, batch systems, containers, closed terminals and time limits.
 
-    A second Ctrl-C a moment after the first would stop the cleaning up, and leave half a file behind.
+    A second Ctrl-C a moment after the first is ignored: it would stop the cleaning up, and leave half a file behind.
 
     Attributes:
-        got: The last of them that was obeyed.
+        got: The last signal that was obeyed.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Signals:
         self._obeyed = float("-inf")
 
     def listen(self) -> None:
-        """Raise `Stopped` in the main thread when one comes; those that are ignored (``nohup``) stay so."""
+        """Raise `Stopped` in the main thread when a signal comes; signals that are ignored (``nohup``) stay ignored."""
         for name in _SIGNALS:
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
@@ -195,7 +195,7 @@ class Signals:
         usual = sys.unraisablehook
 
         def resend(event: sys.UnraisableHookArgs) -> None:
-            # Python drops what is raised within a destructor or a weak reference's callback.
+            # Python drops exceptions that are raised in a destructor or a weak reference's callback.
             if isinstance(event.exc_value, Stopped):
                 threading.Timer(_AGAIN, self._again).start()
             else:
@@ -216,12 +216,12 @@ class Signals:
 
 
 class Output:
-    """An output that says of itself what it does not take, and not of the disk that the results are on.
+    """Wraps stdout or stderr, so that its write errors are not taken for errors of the disk with the results.
 
     A closed pipe stops the command, as it stops other programs (`| head`).
 
     Args:
-        results: Whether they go there. What is said beside them is worth less than they are: its failures stop no work.
+        results: Whether results go there. If not, a failure to write does not stop the work.
 
     Attributes:
         lost: Whether something could not be written.
@@ -255,7 +255,7 @@ class Output:
 
 
 def run(app: Callable[[], Any]) -> None:
-    """Run the application to its end; of several processes, only the first one is heard.
+    """Run the application to its end; of several processes, only the first one prints.
 
     Raises:
         SystemExit: Always, with the exit status.
@@ -283,7 +283,7 @@ def run(app: Callable[[], Any]) -> None:
 
 
 def _close(status: Any) -> Any:
-    """The exit status, once both outputs have taken all; what they do not take is dropped, so that Python says nothing of it."""
+    """Flush both outputs; the exit status. What they do not take is dropped, so that Python reports no error."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             if stream is not None:
@@ -296,7 +296,7 @@ def _close(status: Any) -> Any:
 
 
 def _say_unwritable(error: Exception) -> int:
-    """Say that stdout took nothing, unless whoever read it has enough (`| head`); the exit status."""
+    """Report that stdout could not be written, unless its reader closed it (`| head`); the exit status."""
     if not isinstance(error, BrokenPipeError) and sys.stderr is not None:
         print(f"headprune: {error}", file=sys.stderr)
     return 1

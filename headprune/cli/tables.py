@@ -1,4 +1,4 @@
-"""What commands print: tables of scores, plans, results and timings. What a report says, too, is its content (`app/report`)."""
+"""Prints tables of scores, plans, results and timings. `app/report` makes those that a report has, too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def print_table(console: Console, title: str, content: Table, without: Sequence[str] = ()) -> None:
-    """A table whose cells wrap between words in a narrow terminal, and never within a number.
+    """Print a table whose cells wrap between words in a narrow terminal, and never within a number.
 
     Args:
         without: Titles of columns to leave out.
@@ -60,7 +60,7 @@ def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> 
 
 
 def print_plans(console: Console, fits: Sequence[Fit], scores: list[HeadScores]) -> None:
-    """Plans, each with those of its notes that no earlier one had."""
+    """Print plans with their notes, each note once."""
     printed: set[str] = set()
     for fit in fits:
         plan = fit.plan
@@ -78,7 +78,7 @@ def print_plans(console: Console, fits: Sequence[Fit], scores: list[HeadScores])
 
 
 def print_dry_run(console: Console, scene: Scene, methods: Sequence[str], folder: Path, doing: str, cost: str) -> None:
-    """What a run without a plan would do: the layers, and what it costs."""
+    """Print what a run would do if it has no plan yet: the layers, and the cost."""
     from headprune import documents
     from headprune.app.documents import Cut
 
@@ -103,7 +103,7 @@ def print_layers(console: Console, name: str, layers: list[Any]) -> None:
 
 
 def print_pruned(console: Console, folder: RunFolder) -> None:
-    """What the report's first screen says, the times, and where all of it lies."""
+    """Print the report's first screen, the times, and the paths of report and models."""
     from headprune.app.report.verdict import judge
 
     metrics = folder.read_metrics()
@@ -126,7 +126,7 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
 
 
 def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
-    """The report's first screen, without what is printed elsewhere, and the section on other data."""
+    """Print the report's first screen, without what is printed elsewhere, and the section on other data."""
     from headprune.app.report import measured, opening
     from headprune.app.report.content import Strong, Table
 
@@ -141,7 +141,7 @@ def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
 
 
 def print_loading(console: Console, folder: Path) -> None:
-    """How a saved model loads, and why not without an option."""
+    """Print how to load a saved model, and why that needs an option, if it does."""
     from headprune.checkpoint import load_call
 
     loading = load_call(folder)
@@ -151,7 +151,7 @@ def print_loading(console: Console, folder: Path) -> None:
 
 
 def print_document(console: Console, folder: RunFolder) -> None:
-    """A pruned run's metrics.json, if JSON was asked for."""
+    """Print a pruned run's metrics.json, if JSON was asked for."""
     from headprune.files import SCHEMA
 
     if metrics := folder.read_metrics():
@@ -162,7 +162,7 @@ def print_times(
     console: Console, rows: Sequence[LatencyRow], parts: Sequence[TimeParts] = (), generation: Sequence[GenerationRow] = (),
     metrics: Metrics | None = None,
 ) -> None:  # fmt: skip
-    """Latency, where the dense model's time goes, and how fast models write: what of it was measured."""
+    """Print the measured latency, where the dense model's time goes, and how fast models generate."""
     from headprune.app.report.measured import disturbance, generation_table, latency_table, time_table
 
     print_table(console, "Latency of a forward pass, models in turn", latency_table(rows), without=["verdict"])

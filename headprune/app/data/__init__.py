@@ -1,10 +1,10 @@
-"""From a dataset's id or path to three disjoint parts of encoded examples: score, choose, report; and a part to train on.
+"""Loads a dataset as three disjoint parts of encoded examples (score, choose, report), and a part to train on.
 
-The examples that score heads never choose between plans, and neither are ever reported. Training may use
-the scored examples, and no others of the three.
+Heads are scored on the first part, plans are chosen on the second, and results are reported on the third.
+Training may use the scored examples, but none of the other two parts.
 
-`reading` reads the data; `encoder` makes features of rows, and labels a model's classes, by the functions of `encodings`, one for each
-task; `parts` cuts the data and puts it together.
+`reading` reads the data. `encoder` turns rows into features and labels into the model's classes, by the functions
+of `encodings`, one for each task. `parts` cuts the data into parts and encodes them.
 """
 
 from headprune.app.data.parts import DataParts, Part, load_also, load_parts, load_train

@@ -1,4 +1,4 @@
-"""What encodes a dataset's rows for a task's model: the columns, the labels and the model's classes, the length of texts, and batches."""
+"""Encodes a dataset's rows for a model: finds columns, maps labels to classes, truncates texts, makes batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headprune.inputs import unlabelled
 
 Row = Mapping[str, Any]
 Feature = dict[str, Any]
-OPTIONAL = ("label", "answers")  # what examples may lack where no label is needed
+OPTIONAL = ("label", "answers")  # columns that may be missing where no label is needed
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Encoding:
     """How the examples of a task are encoded.
 
     Attributes:
-        encode: Features of a row with this number; or why it cannot be used, in a few words.
-        columns: Usual names of the columns, by what they hold: the inputs, then what is predicted, if that has a column.
-        labels: ``""``: one label an example; ``"input"``: one a token, padded on the inputs' side; ``"right"``: a decoder's text, padded
-            on the right, as decoders read from the left.
-        pads: Whether inputs are padded by the processor; else all have one shape.
-        masks: Whether labels are what the inputs were before they were masked.
+        encode: Takes an encoder, a row and its number; gives the row's features, or a few words on why it cannot be used.
+        columns: Usual column names, by what a column holds: the input first, then the target, if it has a column.
+        labels: ``""``: one label per example; ``"input"``: one per token, padded on the inputs' side; ``"right"``: a decoder's text,
+            padded on the right, as decoders read from the left.
+        pads: Whether the processor pads inputs; else all have one shape.
+        masks: Whether inputs are masked, and the labels are the original tokens.
         prepare: Checks the model and the tokenizer, and gives a note on what is measured; "" for none.
     """
 
@@ -50,13 +50,13 @@ class Encoder:
     """Turns rows into features, and features into batches.
 
     Args:
-        splits: The dataset's, by name.
-        labelled: Whether every example must have a label; else those that are there are still taken.
+        splits: The dataset's splits, by name.
+        labelled: Whether every example must have a label; if not, existing labels are still used.
 
     Attributes:
-        columns: Those that are used, by what they hold; a pair is joined by a comma.
-        notes: What a reader should know.
-        cut: Whether something of the last example was cut off.
+        columns: The columns in use, by what they hold; the two columns of a pair are joined by a comma.
+        notes: What a reader of the report should know.
+        cut: Whether the last example was truncated.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Encoder:
         self.read(features)
 
     def _column(self, what: str, usual: Sequence[str], there: Sequence[str]) -> str:
-        """The column that the user named, or the first with a usual name; "" for labels that are not needed and not there.
+        """The column that the user named, or the first with a usual name; "" for a missing label column that is optional.
 
         Raises:
             HeadPruneError: There is no such column.
@@ -99,13 +99,13 @@ class Encoder:
         return ",".join(names)
 
     def read(self, features: Mapping[str, Any]) -> None:
-        """Use the columns of another split from now on: its labels may number the classes in another order."""
+        """Switch to the column types of another split, which may number the classes in another order."""
         self.classes = Classes(self.config, features.get(self.columns.get("label", "")))
         if self.classes.note and self.classes.note not in self.notes:
             self.notes.append(self.classes.note)
 
     def identity(self, feature: Feature) -> Any:
-        """What makes two examples the same input; of a masked text the text before it was masked."""
+        """An example's input without labels, to find duplicates by; for a masked text, its original tokens."""
         if not self.encoding.masks:
             return unlabelled(feature)
         pairs = zip(feature["input_ids"], feature["labels"], strict=True)
@@ -132,15 +132,15 @@ class Encoder:
     # -- for the functions of tasks ------------------------------------------------------------------------
 
     def inputs(self, row: Row) -> list[Any]:
-        """What a row has in the columns of the input."""
+        """A row's values in the input columns."""
         return [row[name] for name in next(iter(self.columns.values())).split(",")]
 
     def holds_no(self, what: str, hint: str) -> HeadPruneError:
-        """The error for a row whose input is of another kind."""
+        """The error for a row whose input is of the wrong kind."""
         return HeadPruneError(f"column {next(iter(self.columns.values()))!r} holds no {what}.", hint)
 
     def tokens(self, row: Row) -> Feature:
-        """A text, or a pair of texts, as tokens."""
+        """A row's text, or pair of texts, tokenized and truncated."""
         texts = self.inputs(row)
         if any(not isinstance(text, str) for text in texts):
             raise self.holds_no("text", "Name another with --text-column.")
@@ -169,7 +169,7 @@ class Encoder:
 
     @property
     def cut_note(self) -> str:
-        """For notes: at which length texts were cut, and why."""
+        """The beginning of a note: at which length texts were truncated, and why."""
         why = "the most that the model takes" if self.max_length >= self._most_tokens else "--max-length says where"
         return f"Texts of more than {self.max_length} tokens were cut there ({why})"
 
@@ -180,13 +180,13 @@ class Encoder:
 
         Args:
             tokenizer: The processor by default.
-            how: Its ``truncation``.
-            options: Its further arguments.
+            how: The tokenizer's argument ``truncation``.
+            options: Further arguments of the tokenizer.
         """
         encode = partial(tokenizer or self.processor, *texts, **options)
         most = limit or self.max_length
         coded = encode(truncation=how, max_length=most)
-        # The whole text is encoded only where that may matter: it takes the same time again.
+        # Encoding without truncation doubles the time, so it is done only where the limit is reached.
         if len(coded["input_ids"]) >= most and len(encode(truncation=False)["input_ids"]) > len(coded["input_ids"]):
             self.cut = True
         return coded
@@ -196,17 +196,17 @@ class Encoder:
 
 
 class Classes:
-    """The classes of a model, and the labels of a dataset's column as their numbers.
+    """Maps the labels of a dataset's column to the class numbers of a model.
 
-    A name counts more than a number: the numbers of a folder of images, or of any other ClassLabel column, have the dataset's own
-    order, and the model's ``id2label`` may have another.
+    Class names take precedence over numbers: a ClassLabel column, such as an image folder's, numbers classes in the
+    dataset's own order, and the model's ``id2label`` may have another.
 
     Args:
-        config: The model's.
+        config: The model's config.
         feature: The column's type in the dataset (a feature of ``datasets``, or a list of them); None where it is not known.
 
     Attributes:
-        note: Which names are not the model's, though their order was taken for the model's; "" for none.
+        note: Which class names the model lacks, if classes were matched by their order instead; "" for none.
     """
 
     def __init__(self, config: Any, feature: Any = None) -> None:
@@ -219,14 +219,14 @@ class Classes:
         is_bool = getattr(feature, "dtype", None) == "bool"
         self._data = ["False", "True"] if is_bool else list(getattr(feature, "names", None) or ())
         self._numbers = [self._named(name) for name in self._data]
-        if len(known := [n for n in self._numbers if n is not None]) > len(set(known)):  # of them "A" and "a" are two
+        if len(known := [n for n in self._numbers if n is not None]) > len(set(known)):  # "A" and "a" are two classes
             self._numbers = [self._exact.get(name) for name in self._data]
         self._all_named, self.note = None not in self._numbers, ""
         if not self._all_named:
             self._match_by_order()
 
     def _match_by_order(self) -> None:
-        """Take the data's order where nothing speaks against it; else rows of classes that the model does not name are refused."""
+        """Match classes by order, if no name contradicts it and the model has as many of them, or only generic names."""
         alike, generic = len(self._data) == self.count, _is_generic(self.names)
         if any(n not in (None, i) for i, n in enumerate(self._numbers)) or not (alike or generic):
             return
@@ -236,11 +236,11 @@ class Classes:
         self._numbers = [i if i < self.count else None for i in range(len(self._data))]
 
     def _named(self, name: str) -> int | None:
-        """The class of that name; upper and lower case are the same where that leaves no doubt."""
+        """The number of the class with this name; case is ignored where that is unambiguous."""
         return self._exact.get(name, self._loose.get(name.casefold()))
 
     def number(self, value: Any) -> int | float:
-        """A label as the model's class.
+        """The model's class number for a label; for a regression head, the label as a number.
 
         Raises:
             HeadPruneError: The model's head has no such class.
@@ -254,7 +254,7 @@ class Classes:
             at = int(value)
             if self._data and 0 <= at < len(self._data):
                 number, value = self._numbers[at], self._data[at]
-            elif self._counting:  # names such as "1" to "5" are what the data held in training
+            elif self._counting:  # class names such as "1" to "5" are the labels of the training data
                 number = self._exact.get(str(at))
             elif not self._data and 0 <= at < self.count:
                 number = at
@@ -266,14 +266,14 @@ class Classes:
         )
 
     def several(self, value: Any, *, any_number: bool) -> list[float]:
-        """A label for several classes at once as the model takes it: a number for each class.
+        """A multi-label target as the model takes it: a number for each class.
 
         Args:
-            value: These numbers; or, where the column's type names classes, a list of those that hold.
-            any_number: Whether numbers need not lie between 0 and 1.
+            value: These numbers; or, where the column's type names classes, a list of the classes that apply.
+            any_number: Whether numbers outside 0 to 1 are allowed.
 
         Raises:
-            HeadPruneError: Not as many numbers as the model has classes, or others.
+            HeadPruneError: Not as many numbers as the model has classes, or a number that is not allowed.
         """
         if isinstance(value, list) and self._data and (self._all_named or len(self._data) > 2):
             held = {self.number(each) for each in value}
@@ -296,17 +296,17 @@ def _names_of(config: Any) -> dict[int, str]:
 
 
 def _is_generic(names: Mapping[int, str]) -> bool:
-    """Whether the names are those that transformers gives where nobody named anything."""
+    """Whether all names are transformers' defaults, ``LABEL_0``, ``LABEL_1`` and so on."""
     return all(name.upper() == f"LABEL_{i}" for i, name in names.items())
 
 
 def _unique(names: Mapping[int, str], fold: Callable[[str], str]) -> dict[str, int]:
-    """Numbers by name, without names that several classes have."""
+    """Class numbers by name, without names that several classes share."""
     counts = Counter(fold(name) for name in names.values())
     return {fold(name): i for i, name in names.items() if counts[fold(name)] == 1}
 
 
 def _few(names: Iterable[str]) -> str:
-    """The first names of many."""
+    """The first six names, joined by commas, with … for the rest."""
     listed = list(names)
     return f"{', '.join(listed[:6])}{', …' if len(listed) > 6 else ''}"

@@ -1,4 +1,4 @@
-"""A function for each task: features of a dataset's row.
+"""The encoding function of each task, which turns a dataset's row into features.
 
 A new task is a line in `ENCODINGS`, beside its entry in `headprune.app.options.TASKS`.
 """
@@ -21,7 +21,7 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import call, model_device
 from headprune.running import quiet
 
-# Usual names of columns, the clearest first; with a comma two of them, for a pair of texts.
+# Usual column names, the clearest first; a comma joins the two columns of a pair of texts.
 CLASSES = (
     "label", "labels", "class", "target", "sentiment", "category", "intent", "ner_tags", "pos_tags", "tags", "fine_label",
 )  # fmt: skip
@@ -43,7 +43,7 @@ TRANSCRIPTS = ("text", "sentence", "transcription", "transcript", "normalized_te
 
 
 def encode_text(encoder: Encoder, row: Row, _: int) -> Feature:
-    """A text, or a pair of texts, with its class, its classes or its numbers."""
+    """A text, or a pair of texts, with its class, several classes, or numbers for a regression head."""
 
     def target(label: Any) -> Any:
         if isinstance(label, list) or gives_several(encoder.model):
@@ -54,7 +54,7 @@ def encode_text(encoder: Encoder, row: Row, _: int) -> Feature:
 
 
 def encode_words(encoder: Encoder, row: Row, _: int) -> Feature | str:
-    """Words, with the label of each at its first token, by which the word counts once."""
+    """A list of words; each word's label is on its first token, so that a word counts once."""
     (words,) = encoder.inputs(row)
     if not words:
         return "empty"
@@ -91,13 +91,13 @@ def encode_question(encoder: Encoder, row: Row, _: int) -> Feature | str:
 
 
 def encode_pair(encoder: Encoder, row: Row, _: int) -> Feature:
-    """A text, and the text that is made of it."""
+    """A source text and its target text, for an encoder-decoder."""
     target = encoder.truncate(text_target=str(row[encoder.columns["target"]]))
     return {**encoder.tokens(row), "labels": list(target["input_ids"])}
 
 
 def encode_masked(encoder: Encoder, row: Row, number: int) -> Feature | str:
-    """A text of which 15 % are masked, and predicted."""
+    """A text with 15 % of its tokens masked; only these are predicted."""
     coded = encoder.tokens(row)
     ids, special = coded["input_ids"], set(encoder.processor.all_special_ids)
     open_ = [i for i, token in enumerate(ids) if token not in special]
@@ -136,13 +136,13 @@ def encode_causal(encoder: Encoder, row: Row, _: int) -> Feature | str:
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether this is a list of what somebody said, as chat templates take it."""
+    """Whether a value is a list of messages with ``role`` and ``content``, as chat templates take it."""
     messages = isinstance(value, list) and bool(value)
     return messages and all(isinstance(m, Mapping) and {"role", "content"} <= {*m} for m in value)
 
 
 def _write_chat(encoder: Encoder, chat: list[Row]) -> str:
-    """A chat as text."""
+    """A chat as text, by the tokenizer's chat template."""
     if not getattr(encoder.processor, "chat_template", None):
         raise HeadPruneError(
             f"column {encoder.columns['text']!r} holds chats, and the tokenizer has no chat template.",
@@ -158,17 +158,17 @@ def _write_chat(encoder: Encoder, chat: list[Row]) -> str:
 
 
 def prepare_causal(encoder: Encoder) -> str:
-    """Whether labels must be the next tokens, since the model compares logits with labels in their own place.
+    """Set padding to the right, and find out whether the model's loss needs shifted labels; a note if it does.
 
     Raises:
-        HeadPruneError: A model that sees the tokens that it would be asked for.
+        HeadPruneError: The model is not causal: it sees the tokens that it has to predict.
     """
-    # Padding on the left would have the first word predicted from it, and shift every position after it.
+    # With padding on the left, the first word would be predicted from padding, and all positions would shift.
     encoder.processor.padding_side = "right"
     model = encoder.model
     generator = torch.Generator().manual_seed(0)
     vocabulary = encoder.config.get_text_config().vocab_size
-    # Marks of images and the like are mostly the first or the last of a vocabulary.
+    # Image tokens and other special ones, which are avoided here, are mostly at a vocabulary's start or end.
     ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 2), (1, 8), generator=generator).to(model_device(model))
     example = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     with quiet(model), torch.no_grad():
@@ -183,7 +183,7 @@ def prepare_causal(encoder: Encoder) -> str:
 
 
 def _sees_ahead(model: nn.Module, ids: Tensor) -> bool:
-    """Whether logits depend on tokens behind their own: by another last token of a text ``[1, tokens]``."""
+    """Whether logits depend on later tokens: compares a text ``[1, tokens]`` with one that differs in the last token."""
     other = torch.cat([ids[:, :-1], ids[:, -1:] ^ 1], dim=1)
     mask = torch.ones_like(ids)
     before, after = (logits_in(call(model, {"input_ids": t, "attention_mask": mask})) for t in (ids, other))
@@ -215,7 +215,7 @@ def encode_sound(encoder: Encoder, row: Row, _: int) -> Feature:
 
 
 def encode_speech(encoder: Encoder, row: Row, _: int) -> Feature:
-    """A sound, and what is said in it."""
+    """A sound, with its transcript as labels."""
     extractor, tokenizer = encoder.processor.feature_extractor, encoder.processor.tokenizer
     coded = extractor(_samples(encoder, row), sampling_rate=extractor.sampling_rate, return_tensors="pt")
     text = str(row[encoder.columns["transcript"]])
@@ -227,7 +227,7 @@ def encode_speech(encoder: Encoder, row: Row, _: int) -> Feature:
 
 
 def _samples(encoder: Encoder, row: Row) -> Any:
-    """A sound as a mono array at the model's rate."""
+    """A row's sound as an array; refuses any sampling rate but the model's."""
     (sound,) = encoder.inputs(row)
     wanted = getattr(encoder.processor, "feature_extractor", encoder.processor).sampling_rate
     if isinstance(sound, Mapping):
@@ -265,5 +265,5 @@ _OF_INPUTS = {"text": "sequence-classification", "image": "image-classification"
 
 
 def encoding_of(task: Task) -> Encoding:
-    """A task's encoding; of a base model, that of classes of what it takes, for data without labels."""
+    """A task's encoding; for a base model, the classification encoding of its modality, used without labels."""
     return ENCODINGS[task.name if task.name in ENCODINGS else _OF_INPUTS[task.modality]]

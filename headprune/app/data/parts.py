@@ -1,4 +1,4 @@
-"""Disjoint parts of a dataset: which rows of which split serve which part, and their encoded examples; no input is in two parts."""
+"""Cuts a dataset into disjoint parts and encodes their examples; no input is in two parts."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ PLAIN_TEXT = Path(__file__).parent / "plain-english.txt"  # a passage a line; it
 
 @dataclass(frozen=True)
 class Part:
-    """Encoded examples of one purpose.
+    """Encoded examples for one purpose, such as scoring.
 
     Attributes:
-        name: ``"score"``, ``"choose"``, ``"report"`` or ``"train"``; of a second dataset, its own.
-        split: The split they are from.
+        name: ``"score"``, ``"choose"``, ``"report"`` or ``"train"``; for a second dataset, that dataset's name.
+        split: The split that they come from.
         rows: Their row numbers in that split.
         features: One dict of plain lists or tensors per example; images and sounds to train on are encoded when they are read.
         batch_size: Examples per batch.
-        inputs: A hash of every example's input, where parts were cut by it.
-        shortened: How many were cut to the length that the model accepts, or that was asked for.
-        left_out: How many rows could not be used, by the reason.
+        inputs: A hash of every example's input, to keep parts disjoint.
+        shortened: How many examples were truncated to the length that the model accepts, or that the user set.
+        left_out: How many rows could not be used, by reason.
     """
 
     name: str
@@ -58,21 +58,21 @@ class Part:
 
     @property
     def purpose(self) -> str:
-        """In words, such as ``"to score"``."""
+        """The purpose in words, such as ``"to score"``."""
         return f"to {self.name if self.name in ('score', 'choose', 'report', 'train') else 'measure'}"
 
     @property
     def reasons(self) -> str:
-        """Why rows were left out, with their numbers; "" if none were."""
+        """Why rows were left out, with counts; "" if none were."""
         return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
 
     def lengths(self) -> list[int]:
-        """Tokens per example (1 where there are none)."""
+        """Tokens per example; 1 each where inputs are not texts."""
         is_text = "input_ids" in self.features[0]
         return [len(f["input_ids"]) for f in self.features] if is_text else [1] * len(self)
 
     def order(self) -> list[int]:
-        """Examples by length, so that a batch holds little padding."""
+        """The examples' indices, sorted by length, so that batches need little padding."""
         lengths = self.lengths()
         return sorted(range(len(self)), key=lambda i: (lengths[i], i))
 
@@ -98,10 +98,10 @@ class Part:
 
 @dataclass(frozen=True)
 class DataParts:
-    """The three disjoint parts, the columns that were guessed, and notes on what was left out.
+    """The three disjoint parts, the columns in use, and notes on what was left out.
 
     Attributes:
-        also: Second datasets, to which nothing is fitted; they share no input with the first two parts.
+        also: Parts of second datasets, to which nothing is fitted; they share no input with ``score`` and ``choose``.
     """
 
     score: Part
@@ -118,7 +118,7 @@ class OnDemand(Sequence[dict[str, Any]]):
 
     Attributes:
         encode: Features of a row by its number.
-        hashes: Of the features of each of the ``rows``.
+        hashes: A hash of the features of each row.
     """
 
     encode: Callable[[int], Any]
@@ -133,7 +133,7 @@ class OnDemand(Sequence[dict[str, Any]]):
 
 
 def content_hash(value: Any) -> str:
-    """A hash of plain values and tensors: equal where they are equal."""
+    """A hash of plain values and tensors; equal values have equal hashes."""
 
     def plain(x: Any) -> Any:
         return digest([x.numpy().tobytes()], 64) if isinstance(x, Tensor) else str(x)
@@ -144,7 +144,7 @@ def content_hash(value: Any) -> str:
 # -- how a dataset is cut into parts --------------------------------------------------------------------
 
 Cuts = dict[str, tuple[str, list[int]]]
-"""By the name of each part its split, and its rows there."""
+"""The split and row numbers of each part, by the part's name."""
 
 Noted = tuple[Part, list[str]]
 """A part, and notes on what is in it."""
@@ -162,7 +162,7 @@ def cut_rows(splits: Mapping[str, Any], options: DataOptions, labelled: bool = T
     flags = {"--split": options.split, "--choose-split": options.choose_split, "--report-split": options.report_split}
     usable = labelled_splits(splits)
     if not labelled and (not usable or not {*flags.values()} - {None} <= usable.keys()):
-        usable = {name: data for name, data in splits.items() if len(data)}  # else the rows as where labels are needed
+        usable = {name: data for name, data in splits.items() if len(data)}  # otherwise the same rows as with labels
     hidden = [name for name, data in splits.items() if len(data) and name not in usable]
     notes = [f"The labels of {place(options.dataset, name)} are hidden (-1), so it is not used." for name in hidden]
     if not usable:
@@ -202,19 +202,19 @@ def cut_rows(splits: Mapping[str, Any], options: DataOptions, labelled: bool = T
 
 
 def labelled_splits(splits: Mapping[str, Any]) -> dict[str, Any]:
-    """The splits that hold rows whose labels are not hidden."""
+    """The non-empty splits whose labels are not hidden."""
     return {name: data for name, data in splits.items() if len(data) and not hidden_labels(data)}
 
 
 def shuffle(count: int, seed: int) -> list[int]:
-    """The order in which a split's rows are taken: the same for all splits of one size."""
+    """The row numbers of a split of ``count`` rows, shuffled by the seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(count, generator=generator).tolist()
 
 
 def hidden_labels(data: Any) -> bool:
     """Whether every label is -1, as in the test splits of GLUE."""
-    with suppress(UnicodeDecodeError):  # a text that is none; its row is named when it is read
+    with suppress(UnicodeDecodeError):  # invalid text; the error that names its row comes when it is read
         return "label" in data.column_names and all(label == -1 for label in data[: min(50, len(data))]["label"])
     return False
 
@@ -223,7 +223,7 @@ def load_parts(options: DataOptions, loaded: LoadedModel, labelled: bool = True)
     """The three parts of a dataset, with disjoint inputs.
 
     Args:
-        labelled: Whether every example must have a label; else labels that are there are still taken.
+        labelled: Whether every example must have a label; if not, existing labels are still used.
 
     Raises:
         HeadPruneError: No such dataset or column, an empty part, labels that don't fit the model.
@@ -241,9 +241,9 @@ def load_parts(options: DataOptions, loaded: LoadedModel, labelled: bool = True)
 
 
 def load_train(options: DataOptions, loaded: LoadedModel, parts: DataParts, limit: int | None = None) -> Noted:
-    """The part to train on: the scoring split without what chooses and what is reported.
+    """The part to train on: the scoring split without the examples that choose plans or are reported.
 
-    An example is left out if its row, or its input (as in `load_parts`), is in either of them.
+    An example is left out if its row or its input is in one of these parts, or its input in a second dataset.
 
     Args:
         options: As for `load_parts`, which gave ``parts``.
@@ -268,10 +268,10 @@ def load_train(options: DataOptions, loaded: LoadedModel, parts: DataParts, limi
 
 
 def load_also(options: DataOptions, loaded: LoadedModel, parts: DataParts) -> DataParts:
-    """The parts, with one of every second dataset beside them: a test split where there is one, `DataOptions.report_limit` rows at most.
+    """``parts`` with a part of each second dataset: its test split, if any, with at most `DataOptions.report_limit` rows.
 
-    Language models that no second dataset is named for get a small text that comes with headprune. No input is taken
-    that scores heads or chooses plans, and `load_train` leaves out all of them: nothing is fitted to these.
+    If the user names none, language models get a small text that comes with headprune. Nothing is fitted to second
+    datasets: inputs that score heads or choose plans are left out here, and `load_train` leaves out these inputs.
 
     Raises:
         HeadPruneError: As `load_parts`.
@@ -285,7 +285,7 @@ def load_also(options: DataOptions, loaded: LoadedModel, parts: DataParts) -> Da
         except HeadPruneError as error:
             if not own:
                 raise
-            notes.append(f"{name} was not measured: {error.args[0]}")  # a language without these letters
+            notes.append(f"{name} was not measured: {error.args[0]}")  # such as a model for another script
             continue
         also.append(part)
         notes += [f"{name}: {note}" for note in part_notes]
@@ -315,7 +315,7 @@ def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: DataPa
 def _encode(
     encoder: Encoder, name: str, split: str, rows: Iterable[int], seen: set[str], limit: int | None = None, on_demand: bool = False
 ) -> Part:  # fmt: skip
-    """The part of a split's rows that can be used and whose input is not in ``seen``.
+    """A part made of a split's usable rows, without inputs that are in ``seen``.
 
     Args:
         limit: Rows, at most; no more are read.
@@ -343,7 +343,7 @@ def _encode(
     examples: Sequence[dict[str, Any]] = features
     if on_demand:
         examples = OnDemand(partial(_feature, encoder, split), kept, features)
-    elif not all("labels" in feature for feature in features):  # some have none, and need none
+    elif not all("labels" in feature for feature in features):  # labels are optional, and some are missing: use none
         for feature in features:
             feature.pop("labels", None)
     size = encoder.options.batch_size
@@ -375,7 +375,7 @@ def _feature(encoder: Encoder, split: str, row: int) -> dict[str, Any] | str:
 
 
 def _notes_on(encoder: Encoder, *parts: Part) -> list[str]:
-    """Which examples were left out, and which were cut."""
+    """Notes on how many examples were left out and truncated."""
     counts = []
     for part in parts:
         if count := sum(part.left_out.values()):

@@ -1,4 +1,4 @@
-"""Every split of a Hub dataset, a local folder or a local file; for what cannot be read, the file and the line."""
+"""Reads the splits of a Hub dataset, a local folder or a file; errors name the file and the line that is broken."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BUILDERS = {
 ARGUMENTS: dict[str, dict[str, Any]] = {".tsv": {"delimiter": "\t"}}  # that the builder of a suffix is given
 WHOLE = "all"  # the name of the only split where the data has none: one file, or one dataset saved to disk
 _HINT = f"Pass a Hub id, a folder, or a file ({', '.join(BUILDERS)})."
-_DEEPEST = 1000  # values within values
+_DEEPEST = 1000  # levels of nested JSON values
 _BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]')
 
 
 def check_local(dataset: str) -> None:
-    """Refuse a path that cannot hold data, before the library reads it: its own errors come later and say less.
+    """Refuse a path that cannot hold data, before `datasets` reads it, whose errors come later and say less.
 
     Raises:
         HeadPruneError: No such file or folder, an empty one, or a kind of file that headprune does not read.
@@ -49,7 +49,7 @@ def check_local(dataset: str) -> None:
 
 
 def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
-    """Every split by its name; a single file is one split, called `WHOLE`.
+    """A dataset's splits, by name; a single file is one split, called `WHOLE`.
 
     Args:
         dataset: Hub id, folder or file.
@@ -87,14 +87,14 @@ def _load_file(path: Path, streaming: bool = False) -> Any:
 
 
 def _files_in(path: Path, *suffixes: str) -> Iterator[Path]:
-    """A file itself, or a folder's files with all its subfolders', sorted: those with one of these suffixes."""
+    """The file itself, or all files in a folder and its subfolders, sorted; only those with one of these suffixes."""
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         if file.suffix.lower() in suffixes and file.is_file():
             yield file
 
 
 def _broken(file: Path, line: int, why: str) -> HeadPruneError:
-    """The error for a file; the line is 0 where it is not known."""
+    """The error for a file that cannot be read; ``line`` is 0 if unknown."""
     hint = "Repair or remove it (texts are UTF-8, and in JSON lines each line is one object), then run the same command again."
     return HeadPruneError(f"{file} cannot be read as a dataset: {f'line {line:,}: ' if line else ''}{why}.", hint)
 
@@ -102,7 +102,7 @@ def _broken(file: Path, line: int, why: str) -> HeadPruneError:
 def _check_json(path: Path) -> None:
     """Refuse JSON on which pyarrow's reader would crash the process.
 
-    It overflows its stack at some tens of thousands of values within values, and follows a null pointer where a row is ``null``.
+    The reader overflows its stack at some tens of thousands of nested values, and follows a null pointer at a ``null`` row.
 
     Raises:
         HeadPruneError: There is such JSON.
@@ -123,10 +123,10 @@ def _check_json(path: Path) -> None:
 
 
 def _check_addresses(folder: Path) -> None:
-    """Refuse a folder whose description names files on a network, which the library would fetch.
+    """Refuse a folder whose README.md or .huggingface.yaml names files on a network, which `datasets` would fetch.
 
     Raises:
-        HeadPruneError: It does.
+        HeadPruneError: One of them does.
     """
     for file in (folder / "README.md", folder / ".huggingface.yaml"):
         if not file.is_file():
@@ -142,8 +142,8 @@ def _check_addresses(folder: Path) -> None:
 
 
 def _unreadable(path: Path, error: Exception) -> HeadPruneError:
-    """The error for a dataset that the library could not read."""
-    if problem := explained(error):  # of the disk, also of the folder where the library keeps what it has read
+    """The error for a dataset that `datasets` could not read."""
+    if problem := explained(error):  # a disk error, perhaps in the cache of `datasets`
         return HeadPruneError(str(problem), "The datasets library keeps what it reads in HF_HOME.")
     if problem := _broken_file(path):
         return problem
@@ -158,9 +158,9 @@ def _unreadable(path: Path, error: Exception) -> HeadPruneError:
 
 
 def _broken_file(path: Path) -> HeadPruneError | None:
-    """The error for the first file, of a folder or itself, that cannot be read by itself; None without one.
+    """The error for the first file, in a folder or given itself, that cannot be read alone; None if all can.
 
-    The library's error for a folder does not name the file, and seldom the line.
+    The error of `datasets` for a folder does not name the file, and seldom the line.
     """
     for file in _files_in(path, *BUILDERS):
         number, is_text = 0, file.suffix.lower() not in {".parquet"}

@@ -1,4 +1,4 @@
-"""heads.json."""
+"""The document heads.json: what each head of the dense model does."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class LayerProfile:
     """What the heads of a layer do.
 
     Attributes:
-        name: As in run.json.
-        index: People see head 7 of index 3 as ``L3.H7``.
+        name: The layer's name, as in run.json.
+        index: The layer's number: head 7 of layer 3 is shown as ``L3.H7``.
         kind: ``"encoder"``, ``"decoder"`` or ``"cross"``.
-        heads: One for each of the dense model's heads; () if they could not be seen.
-        unseen: Why not; "" if they could.
+        heads: A profile of each of the layer's heads; () if its attention weights could not be read.
+        unseen: Why they could not be read; "" if they could.
     """
 
     name: str
@@ -35,10 +35,10 @@ class LayerProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Positions:
-    """What stands at the positions of a sequence that is attended from or to.
+    """The tokens or image patches at the positions of a sequence of queries or keys.
 
     Attributes:
-        labels: One for each position, to be shown: a token of a text with its space as ``·`` or as the tokenizer writes it, or for
+        labels: A label to show for each position: a text's token, with its space as ``·`` or as the tokenizer writes it, or for
             an image ``"[CLS]"`` and ``"row,column"``.
         grid: Rows and columns of an image's patches, which are the last ``rows * columns`` positions; None for a text.
         image: The image itself as the model sees it, small, as a ``data:image/png;base64,…`` URI; None for a text.
@@ -54,13 +54,12 @@ class SampleLayer:
     """The attention of a layer's heads in one example.
 
     Attributes:
-        layer: Its index; the same as in the profiles.
-        queries, keys: Which of the sample's ``positions`` these are.
-        rows: The positions of the queries that are held, where those are not all (an image has too many); None if they are all.
-        shape: Heads, queries that are held, keys.
+        layer: The layer's index, as in `LayerProfile`.
+        queries, keys: The names of their positions in `Sample.positions`.
+        rows: The query positions that are stored, if not all are (an image has too many); None for all.
+        shape: Heads, stored queries, keys.
         weights: Bytes in base64, in the order of ``shape`` (keys fastest): each a weight divided by ``scale``, times 255, rounded.
-        scale: The weight that 255 stands for: 1, or the largest of the layer where the rows of an image are not all held, whose
-            weights are small.
+        scale: The weight that 255 stands for: 1; or with ``rows`` the layer's largest weight, as weights are small then.
     """
 
     layer: Count
@@ -93,13 +92,13 @@ class SampleLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One example as the heads see it.
+    """The attention of all layers in one example.
 
     Attributes:
-        title: For people: the beginning of the text, or the image's name.
-        positions: By a name such as ``"input"``, or ``"source"`` and ``"target"``.
-        layers: Those whose weights could be had.
-        shortened: Whether the example was cut to be shown.
+        title: The beginning of the text; "" for other inputs.
+        positions: The positions of each sequence, by a name such as ``"input"``, or ``"source"`` and ``"target"``.
+        layers: The layers whose weights could be read.
+        shortened: Whether the example was truncated for display.
     """
 
     title: str
@@ -108,7 +107,7 @@ class Sample:
     shortened: bool = False
 
     def layer(self, index: int) -> SampleLayer | None:
-        """The layer of this index; None where it was not seen."""
+        """The layer with this index; None if its weights could not be read."""
         return next((layer for layer in self.layers if layer.layer == index), None)
 
     def __post_init__(self) -> None:
@@ -126,10 +125,10 @@ class Heads(File):
     """What the dense model's heads do, on examples of the scoring part.
 
     Attributes:
-        examples, tokens: What the profiles rest on.
-        repeated: Sequences of repeated random tokens that induction and duplicate-token scores rest on; 0 where there are none.
-        unit: Of distances: ``"tokens"`` or ``"patches"``.
-        seconds: That it took.
+        examples, tokens: How many of each the profiles are computed from.
+        repeated: Sequences of repeated random tokens from which induction and duplicate-token scores are computed; 0 for none.
+        unit: The unit of distances: ``"tokens"`` or ``"patches"``.
+        seconds: The time that the profiles took.
     """
 
     kind: ClassVar[str] = "heads"

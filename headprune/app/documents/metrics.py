@@ -1,4 +1,4 @@
-"""metrics.json."""
+"""The document metrics.json: what was measured of the dense and the pruned models."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Dense(Measured):
     """The dense model on the reporting part.
 
     Attributes:
-        flops: Of one forward pass on an example of median length.
-        guessing: The metric of a model that knows nothing: the share of the most frequent label (of several labels at once each one's,
-            of answers the start's and the end's), or as a perplexity the number of tokens in the vocabulary; None where that is not known.
-        weights, dtype: As `BudgetResult`'s, of the checkpoint that it was loaded from.
+        flops: FLOPs of one forward pass on an example of median length.
+        guessing: The metric of a model that only guesses: the share of the most frequent label (for several labels at once, of each;
+            for answers, of start and end), or for perplexity the size of the vocabulary; None if unknown.
+        weights, dtype: As in `BudgetResult`, of the checkpoint that the model was loaded from.
     """
 
     parameters: Count
@@ -41,11 +41,11 @@ class Planning:
     """How plans were made.
 
     Attributes:
-        plan: The file of the user's plan; the other fields are then not there.
+        plan: The file of the user's plan; the other fields are then not set.
         about: What the strategy does.
         protect: Heads that had to stay, as the user wrote them.
-        work: By order.
-        judged_by: What orders were compared by.
+        work: What each order cost to make, by its name.
+        judged_by: The quantity that orders were compared by; "" for a single order.
     """
 
     plan: str | None = None
@@ -61,11 +61,11 @@ class Planning:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetRecord:
-    """A budget.
+    """A budget, and the pruned model's measured value.
 
     Attributes:
         asked: As the user wrote it.
-        kind: Its name in the register (`headprune.budgets`); this and what follows are not there for a number of heads.
+        kind: Its name in `headprune.budgets.BUDGETS`; None, like the fields below, for a number of heads and a user's plan.
         limit: The most that is allowed: a share of the dense model's, if ``relative``, else in ``unit``.
         measured: On the pruned model, with its 95 % interval (``low`` to ``high``).
         batch, length: The input that was timed, for a latency; ``length`` in tokens, 0 where there are none.
@@ -84,7 +84,7 @@ class BudgetRecord:
 
     @classmethod
     def of(cls, fit: Fit, batch: int | None = None, length: int | None = None) -> BudgetRecord:
-        """The budget as it was asked for, and what the plan was measured to cost."""
+        """The record of a plan's budget and its measured value."""
         budget, reading = fit.budget, fit.reading
         if budget is None or reading is None:
             return cls(asked=fit.plan.budget)
@@ -95,14 +95,14 @@ class BudgetRecord:
 
     @property
     def parsed(self) -> Budget | None:
-        """The budget itself; None where only heads were counted."""
+        """The `Budget` itself; None where only heads were counted."""
         if self.kind is None or self.limit is None:
             return None
         return kind_named(self.kind)(self.asked.partition(" ")[2], self.limit, bool(self.relative))
 
     @property
     def reading(self) -> Reading | None:
-        """What was measured; None where only heads were counted."""
+        """The measured value with its interval; None where only heads were counted."""
         if self.measured is None or self.low is None or self.high is None:
             return None
         return Reading(self.measured, self.low, self.high)
@@ -110,12 +110,12 @@ class BudgetRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Repaired(Repair):
-    """A repair, and what it was worth on the reporting part.
+    """A repair, and its effect on the reporting part.
 
     Attributes:
         without: The pruned model without the repair.
-        layers_alone: The same heads repaired layer by layer alone, as the random control is; None where that is the repair.
-        gain: The change by repair (and training, if there was any), paired by example.
+        layers_alone: The same heads repaired layer by layer only, like the random control; None if that is the whole repair.
+        gain: The change due to repair (and training, if any), paired by example.
     """
 
     without: Measured
@@ -125,7 +125,7 @@ class Repaired(Repair):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(Training):
-    """A fine-tuning, and what was measured on the reporting part before it."""
+    """A fine-tuning, with the pruned model's metrics on the reporting part before it."""
 
     options: FinetuneOptions
     before: Measured
@@ -133,7 +133,7 @@ class Trained(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class Proved(Proof):
-    """The proof of a prune, and of its folder.
+    """The proof of a prune and of its saved folder.
 
     Attributes:
         reload_difference: Largest difference between the saved folder's outputs and those of the model in memory, as a share of
@@ -149,7 +149,7 @@ class AlsoMeasured:
 
     Attributes:
         change: From the dense model, paired by example.
-        gain: The change by repair (and training, if there was any); None where no weight was changed.
+        gain: The change due to repair (and training, if any); None where no weight was changed.
     """
 
     pruned: Measured
@@ -159,7 +159,7 @@ class AlsoMeasured:
 
 @dataclass(frozen=True, kw_only=True)
 class AlsoData:
-    """A second dataset, that nothing was fitted to, and the dense model on it.
+    """A second dataset, to which nothing was fitted, with the dense model's metrics on it.
 
     Attributes:
         name: The dataset as the user named it, or the file of headprune's own text.
@@ -172,23 +172,23 @@ class AlsoData:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetResult:
-    """A pruned model.
+    """A pruned model, and what was measured of it.
 
     Attributes:
-        name: In the table of latencies.
-        asked, kept, total: Heads: of the budget, of the model, of the dense model.
-        method, strategy: That chose the heads; "" for a plan of the user's.
-        drop: The heads that went, by layer.
-        pruned: On the reporting part, as it was saved and loaded again.
+        name: Its name in the tables of times.
+        asked, kept, total: Numbers of heads: of the budget, of this model, of the dense model.
+        method, strategy: The scoring method and the strategy that chose the heads; "" for a user's plan.
+        drop: The removed heads, by layer.
+        pruned: Its metrics on the reporting part, measured on the saved and reloaded model.
         change: From the dense model, paired by example.
-        random: The metric with as many heads drawn at random, of each draw.
+        random: The metric with as many heads kept at random, for each draw.
         over_random: The change from random heads (the mean of the draws) to the chosen ones, both repaired alike, paired by example.
-        also: On every dataset of `Metrics.also`.
-        flops: As of `Dense`.
+        also: Its metrics on each dataset of `Metrics.also`.
+        flops: As in `Dense`.
         checkpoint: The folder beside metrics.json that it was saved to.
-        size: Of that folder's files, in bytes.
-        weights: Bytes of its weights as they are saved, shared ones once; None in older files.
-        dtype: That its weights are saved in.
+        size: Bytes of that folder's files.
+        weights: Bytes of its weights as they are saved, shared ones counted once; None in older files.
+        dtype: The dtype that its weights are saved in.
         loads: The call that loads the folder where headprune is not installed; "" in older files.
     """
 
@@ -234,8 +234,8 @@ class Point:
     """A point of the trade-off curve: a plan's metric on the choosing part, with its 95 % interval.
 
     Attributes:
-        method: The order's name; ``"dense"``, ``"random"`` or ``"plan"`` (the user's) beside.
-        loss: Nats.
+        method: The order's name; or ``"dense"``, ``"random"`` or ``"plan"`` (the user's).
+        loss: The loss, in nats.
     """
 
     method: str
@@ -253,7 +253,7 @@ class Latencies:
 
     Attributes:
         bound: The name of the model without prunable heads; None if it was not timed.
-        bound_ghosts: Layers of it that keep one head with zero output.
+        bound_ghosts: How many of its layers keep one head with zero output.
         typical_length: The median length, in tokens.
     """
 
@@ -265,14 +265,14 @@ class Latencies:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel:
-    """A pruned model for another engine, as it was asked for (``--export``).
+    """A pruned model that was exported for another engine (``--export``).
 
     Attributes:
-        format: Its name in `headprune.exporting.FORMATS`.
-        name: In the tables of times, as `BudgetResult.name`.
+        format: The format's name in `headprune.exporting.FORMATS`.
+        name: The model's name in the tables of times, as in `BudgetResult`.
         checkpoint: The folder that it was made from.
         file: The file or folder beside metrics.json; None if the format cannot express the model.
-        summary: The file, and how it was tried, in a line; or why there is none.
+        summary: One line on the file and how it was tried, or on why there is none.
     """
 
     format: str
@@ -286,7 +286,7 @@ class ExportedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLatency:
-    """Times of exported models in the engine that they are for, the dense one first, as `Latencies`."""
+    """Times of exported models in their engine, the dense model first, as in `Latencies`."""
 
     format: str
     rows: tuple[LatencyRow, ...]
@@ -299,7 +299,7 @@ class TimeParts:
     Attributes:
         total: Milliseconds.
         parts: Milliseconds of each part; they add up to the total.
-        bounds: By the names of the pruned models in the table of latencies: how many times as fast its plan can be at most.
+        bounds: The largest possible speed-up of each plan, by the pruned model's name in the table of latencies.
         stand_ins: Whether plain operations took the place of fused ones.
     """
 
@@ -321,9 +321,9 @@ class TimeParts:
         return next((next(iter(timings.values())).median for timings in timings_here if timings), None)
 
     def factor_from(self, rows: Sequence[LatencyRow]) -> float:
-        """How many times as long, or as short, these passes took as those of `timed`; 1 where both cannot be compared.
+        """The ratio (1 or more) between the time of these passes and that of `timed`; 1 if they cannot be compared.
 
-        It is the same model on the same input: if this is more than `DISTURBED`, something else kept the machine busy.
+        Both time the same model on the same input: above `DISTURBED`, other work kept the machine busy.
         """
         timed = self.timed(rows)
         return 1.0 if self.stand_ins or not timed else max(self.total / timed, timed / self.total)
@@ -340,9 +340,9 @@ class Metrics(File):
     Attributes:
         environment: Where they were measured; scores may have been made elsewhere.
         curve: The trade-off between heads and the metric.
-        time: For each input of ``latency.rows``; none where the device's time cannot be looked into.
-        generation: For models that write text.
-        also: Second datasets.
+        time: The parts of the dense model's time, for each input of ``latency.rows``; () if they could not be measured.
+        generation: Times of models that generate text; () for others.
+        also: The second datasets.
     """
 
     kind: ClassVar[str] = "metrics"

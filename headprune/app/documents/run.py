@@ -22,7 +22,7 @@ class Environment:
     Attributes:
         device: As torch names it, such as ``"cpu"`` or ``"cuda:0"``.
         device_name: The processor's or the GPU's own name.
-        threads: That torch computes with on the CPU.
+        threads: CPU threads that torch computes with.
     """
 
     headprune: str
@@ -37,12 +37,12 @@ class Environment:
 
 @dataclass(frozen=True)
 class Examples:
-    """Which examples a part has: enough to see later whether they are the same.
+    """Identifies the examples of a part, to see later whether they are the same.
 
     Attributes:
-        rows_hash: Of their row numbers in the split.
-        content_hash: Of their token ids and labels; None for images and sounds, whose values may differ between machines.
-        shortened: How many were cut at their end, since they were too long.
+        rows_hash: A hash of their row numbers in the split.
+        content_hash: A hash of their token ids and labels; None for images and sounds, whose values may differ between machines.
+        shortened: How many were truncated at their end, as they were too long.
     """
 
     split: str
@@ -66,7 +66,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the data was cut into parts without a common example.
+    """How the data was cut into disjoint parts.
 
     Attributes:
         train: What a model was fine-tuned on; it may hold scored examples.
@@ -108,11 +108,11 @@ class Training:
 
     Attributes:
         examples: Training examples per epoch.
-        steps: Optimizer steps, of the ``planned`` ones.
+        steps: Optimizer steps taken, of the ``planned`` ones.
         history: The choosing part's metrics by name, with ``step`` and ``epoch``: before training (step 0) and after every epoch.
         best: The step whose weights the model has; 0 if training did not make the model better.
         resumed: The step at which this run continued an interrupted one; None if it did not.
-        seconds: Of the training, without those of an interrupted run.
+        seconds: The time of the training, without that of an interrupted run.
     """
 
     examples: Count
@@ -147,11 +147,11 @@ class ModelFacts:
     """The dense model.
 
     Attributes:
-        class_name: Its class; ``class`` in the file.
-        dtype: That it was computed in, such as ``"float32"``.
+        class_name: Its class; the key in the file is ``class``.
+        dtype: The dtype that it was computed in, such as ``"float32"``.
         attention: Its attention kernel, by transformers' name for it.
-        parameters: How many it has, shared ones once.
-        heads: In all of its layers.
+        parameters: The number of its parameters, shared ones counted once.
+        heads: The number of heads in all of its layers.
         config, processor: Hashes of its config and of its tokenizer or image processor (`headprune.fingerprint`); "" in older files.
     """
 
@@ -168,10 +168,11 @@ class ModelFacts:
     processor: str = ""
 
     def other_now(self, then: Environment, config: str, processor: str = "") -> list[str]:
-        """What differs now of these hashes, in words; [] if that is not known, as under another version of transformers.
+        """Which of config and processor have changed since; [] if unknown, as with another version of transformers.
 
         Args:
-            then: The environment that this was noted in.
+            then: The environment in which these hashes were made.
+            config, processor: Their hashes now.
         """
         import transformers
 
@@ -182,7 +183,7 @@ class ModelFacts:
 
 
 def _without_trust(options: Any) -> Any:
-    """A folder from elsewhere must not allow that code runs."""
+    """The options with ``trust_remote_code`` off: a run folder from elsewhere must not allow code to run."""
     loading = options.get("loading") if isinstance(options, Mapping) else None
     return {**options, "loading": {**loading, "trust_remote_code": False}} if isinstance(loading, Mapping) else options
 
@@ -192,15 +193,15 @@ class Run(File):
     """How scores and plans were made.
 
     Attributes:
-        commands: That scored, and that pruned.
-        when: The first of them, UTC.
-        seconds: That each of them took.
-        options: As they were in effect; code is never trusted because a file says so.
-        methods: That scored.
-        columns: Of the dataset, by what they were used for.
+        commands: The command that scored, and the one that pruned.
+        when: The time of the first command, UTC.
+        seconds: The time that each command took.
+        options: The options in effect; code is never trusted because a file says so.
+        methods: The scoring methods.
+        columns: The dataset's columns, by what they were used for.
         notes: What was guessed or left out on the way.
-        folder: The run folder, as it was named when it was written.
-        checksums: Of the documents that were written with this one, by their names.
+        folder: The run folder's path when it was written.
+        checksums: Checksums of the documents that were written with this one, by file name.
     """
 
     kind: ClassVar[str] = "run"
@@ -229,13 +230,13 @@ class TrainingOptions(FinetuneOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneRecord(File):
-    """How a pruned model was fine-tuned, and what that gave.
+    """How a pruned model was fine-tuned, and the result.
 
     Attributes:
         pruned, teacher: The models' folders or names.
         seconds: The time it took in all.
-        models: On the reporting part: ``"dense"``, ``"pruned"`` and ``"finetuned"``.
-        changes: Paired: from the dense model to the ``"pruned"`` and the ``"finetuned"`` one; ``"gain"`` from the pruned to the fine-tuned one.
+        models: The metrics of ``"dense"``, ``"pruned"`` and ``"finetuned"`` on the reporting part.
+        changes: Paired by example: from the dense model to the ``"pruned"`` and the ``"finetuned"`` one; ``"gain"`` from the pruned to the fine-tuned one.
     """
 
     kind: ClassVar[str] = "finetune"

@@ -1,7 +1,7 @@
-"""What is written of a run, from its folder's documents alone: report.md with its pictures, report.html, and parts of model cards.
+"""Writes report.md with its pictures, report.html and parts of model cards, from a run folder's documents alone.
 
 The template report.md.j2 has the report's sections and their texts. `opening`, `measured` and `heads` have its tables and figures, and the
-sentences that take more than a template.
+sentences that need code.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ ROOMS = {
     "content": content, "numbers": numbers, "verdict": verdict, "of_heads": heads, "measured": measured, "opening": opening,
     "latency": latency,
 }  # fmt: skip
-"""What the templates may call."""
+"""The modules that templates may call."""
 
-# What documents that belong to no run can raise where they are put into words.
+# What rendering can raise for documents that are damaged or do not belong together.
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, jinja2.UndefinedError)
-_FOLD = "\x1e"  # which no text holds once it is escaped
+_FOLD = "\x1e"  # a separator that no escaped text contains
 
 
 def write_cards(folder: RunFolder) -> None:
-    """Write into the models' cards what the run measured of each."""
+    """Add the run's measurements of each pruned model to its model card."""
     run, metrics = folder.read_run(), folder.read_metrics()
     if metrics is not None:
         data = run.options.data.dataset
@@ -68,13 +68,13 @@ def write(folder: RunFolder) -> None:
         raise HeadPruneError(f"{what} ({type(error).__name__}: {error}).", "Make the run again.") from error
     for name, file in files.items():
         write_file(folder.path / name, file)
-    for name in PARTS:  # a picture of a run that had more to show
+    for name in PARTS:  # a picture of an earlier report, which had more to show
         if name.endswith(".png") and name not in files:
             (folder.path / name).unlink(missing_ok=True)
 
 
 def _files(documents: Documents) -> dict[str, bytes]:
-    """Everything that a report consists of, by the names of its files."""
+    """The files of a report, by name."""
     sections, figures = sections_of(TEMPLATE, documents=documents)
     what = "Every head" if documents.metrics is None else "Every size and every head"
     link = f"{what}, and what it attends to: [report.html](report.html), one file for a browser, no network needed."
@@ -87,7 +87,7 @@ def _files(documents: Documents) -> dict[str, bytes]:
 
 
 def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
-    """The report's tables of the model beside the dense one, and how it was made."""
+    """A pruned model's part of its model card: tables beside the dense model, and how it was made."""
     one, name, rows = replace(metrics, budgets=(budget,)), budget.name, []
     for row in metrics.latency.rows:
         timings = {"dense": row.timings["dense"], name: row.timings[name]}
@@ -108,13 +108,13 @@ def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
 
 
 def finetune_report(name: str, record: FinetuneRecord) -> str:
-    """The whole report."""
+    """The text of finetune.md."""
     sections, _ = sections_of(FINETUNED, record=record, table=finetune_table(record), name=name, whole=True)
     return markdown(sections)
 
 
 def finetune_card(record: FinetuneRecord) -> str:
-    """What the model card of the folder says: the verdict, the table, and the command."""
+    """A fine-tuned model's part of its model card: the verdict, the table, and the command."""
     pruned, teacher = map(numbers.without_place, (record.pruned, record.teacher))
     record = replace(record, pruned=pruned, teacher=teacher, command=numbers.without_places(record.command))
     (section,), _ = sections_of(FINETUNED, record=record, table=finetune_table(record), name="", whole=False)
@@ -135,7 +135,7 @@ def finetune_table(record: FinetuneRecord) -> Table:
 
 
 def sections_of(template: str, **values: Any) -> tuple[list[Section], list[Figure]]:
-    """All that a report says, in its order, and the figures in it."""
+    """Render a template: a report's sections, in order, and the figures in them."""
     sections: list[Section] = []
     figures: list[Figure] = []
 
@@ -167,5 +167,5 @@ def _template(text: str) -> jinja2.Template:
 
 
 def _tidy(text: str) -> str:
-    """Markdown without the template's line ends within a paragraph, and with one empty line between paragraphs."""
+    """Markdown with the template's continuation lines joined, and one empty line between paragraphs."""
     return re.sub(r"\n{2,}", "\n\n", re.sub(r"\n +(?=\S)", " ", text)).strip()

@@ -1,6 +1,6 @@
 """What a report is made of: sections of Markdown, from texts, tables and figures.
 
-Texts have one kind of markup: what stands in backticks is code (`code`). Everything else is shown as it is, so a name, a label or a text
+Texts have one kind of markup: text in backticks is code (`code`). Everything else is shown as it is, so a name, a label or a text
 from the data is never markup.
 """
 
@@ -15,7 +15,7 @@ from headprune.app.documents import Heads, Metrics, Run
 from headprune.app.pictures import Drawing
 from headprune.scoring.scores import HeadScores
 
-# A stretch of code, or a character that Markdown would read.
+# Code in backticks, or a character that Markdown would interpret.
 _MARKUP = re.compile(
     r"(?<!`)(?P<fence>`+)(?!`)(?P<code>.+?)(?<!`)(?P=fence)(?!`)|[\\`<\[*~$]|&(?=[\w#])|(?<!\w)_|_(?!\w)"
 )
@@ -24,12 +24,12 @@ _AT_START = re.compile(r"^(\d*)([#>+\-.)])")
 
 @dataclass(frozen=True)
 class Documents:
-    """What a run folder holds, and all that its report is made of.
+    """A run folder's documents, from which its report is made.
 
     Attributes:
-        scores: Of every method; none for a plan of the user's.
-        metrics: None where nothing was pruned.
-        heads: None where no head was looked at.
+        scores: The scores of every method; none for a user's plan.
+        metrics: None if nothing was pruned.
+        heads: None if no head was profiled.
     """
 
     run: Run
@@ -39,13 +39,13 @@ class Documents:
 
     @property
     def rankings(self) -> list[HeadScores]:
-        """The scores that say something: not the random control."""
+        """The scores without the random control."""
         return [s for s in self.scores if s.method != "random"]
 
 
 @dataclass(frozen=True)
 class Strong:
-    """A text whose first words stand out."""
+    """A text whose first words are bold."""
 
     lead: str
     text: str = ""
@@ -53,7 +53,7 @@ class Strong:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; ``strong`` is the number of the row that stands out."""
+    """A table of texts; ``strong`` is the index of the row to highlight."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -65,8 +65,8 @@ class Figure:
     """A picture that is written beside report.md.
 
     Attributes:
-        file: Its name, which ``PARTS`` in `headprune.app.runs` has, too.
-        alt: What it shows, for those who do not see it.
+        file: Its file name, which must be in `headprune.app.runs.PARTS`.
+        alt: The alternative text, for readers who do not see the picture.
     """
 
     file: str
@@ -75,7 +75,7 @@ class Figure:
 
 
 class Markdown(str):
-    """Text that is Markdown already: what was to be escaped in it is."""
+    """Text that is Markdown already, with special characters escaped."""
 
 
 Block = str | Markdown | Strong | Table | Figure
@@ -97,17 +97,17 @@ class Section:
 
 
 def capital(text: str) -> str:
-    """A text that begins with a capital letter."""
+    """The text with its first letter as a capital."""
     return f"{text[:1].upper()}{text[1:]}"
 
 
 def listed(words: Sequence[str]) -> str:
-    """Words as a list in a sentence."""
+    """Words joined for a sentence: by commas, and "and" before the last."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def notes_by_size(notes: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
-    """Every model's notes, each once, with the heads kept of the models that it is of where those are not all.
+    """The models' notes, each once; a note that not all models have names its models by heads kept.
 
     >>> notes_by_size([(36, ["slow", "even"]), (18, ["slow"])])
     ['slow', 'With 36 heads: even']
@@ -120,7 +120,7 @@ def notes_by_size(notes: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
 
 
 def markdown(sections: Sequence[Section], note: str = "") -> str:
-    """The whole report: the first section's title is the report's.
+    """A report as Markdown; the first section's title is the report's title.
 
     Args:
         note: A line of Markdown below the first section.
@@ -134,12 +134,12 @@ def markdown(sections: Sequence[Section], note: str = "") -> str:
 
 
 def blocks_of(blocks: Iterable[Block]) -> Markdown:
-    """Paragraphs, tables and other blocks, one below the other."""
+    """Blocks as Markdown, one below the other."""
     return Markdown("\n\n".join(map(block_of, blocks)))
 
 
 def block_of(block: Block) -> str:
-    """A paragraph, a table or another block."""
+    """A block as Markdown."""
     match block:
         case Table():
             rows = [[text_of(cell).replace("|", r"\|") for cell in row] for row in (block.head, *block.rows)]
@@ -157,19 +157,19 @@ def block_of(block: Block) -> str:
 
 
 def bullets(lines: Iterable[str | Strong]) -> Markdown:
-    """A list of texts."""
+    """A bulleted list of texts."""
     return Markdown("\n".join(f"- {block_of(line)}" for line in lines))
 
 
 def command_lines(lines: Sequence[str]) -> Markdown:
-    """Lines to type."""
+    """Lines to type, as a fenced code block."""
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, 1 + longest)
     return Markdown("\n".join([fence, *map(in_line, lines), fence]))
 
 
 def text_of(text: object) -> str:
-    r"""A text in one line, with what Markdown would read escaped.
+    r"""A text in one line, with Markdown's special characters escaped outside code.
 
     >>> text_of("cut at `a<b`, says <i> and [x](y)")
     'cut at `a<b`, says \\<i> and \\[x](y)'

@@ -1,4 +1,4 @@
-"""Tables and pictures of heads: how important each is, how far the methods agree, what the heads do, and which ones went."""
+"""Tables and pictures of heads: how important each is, how far methods agree, what heads do, and which were removed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from headprune.scoring.scores import HeadScores, agreements, chance
 
 
 def method_line(method: str) -> str:
-    """What a scoring method says of itself."""
+    """A scoring method's description in one line."""
     return METHODS[method].about if method in METHODS else "Your own method."
 
 
 def basis(scores: HeadScores) -> str:
-    """What a method's scores mean, and what they rest on."""
+    """What a method's scores mean, and what they are based on."""
     details = scores.details
     error = f"no standard error: {details['stderr']}" if "stderr" in details else "± is the standard error"
     facts = [capital(scores.unit), scores.basis, error, details.get("estimated"), scores.caution, scores.stability]
@@ -28,7 +28,7 @@ def basis(scores: HeadScores) -> str:
 
 
 def harmful(s: HeadScores) -> str:
-    """How many heads the model would be better without; "" where that is not known, or there are none."""
+    """A sentence on how many heads are harmful; "" if no score is below 0, or signs or standard errors are missing."""
     values, errors = s.flat(), s.flat_stderr()
     if not (s.signed and float(values.min()) < 0 and bool(errors.isfinite().all())):
         return ""
@@ -37,7 +37,7 @@ def harmful(s: HeadScores) -> str:
 
 
 def scores_figure(documents: Documents) -> Figure:
-    """A heat map per method, layers by heads; crosses mark the heads that the plan removes which the verdict is about."""
+    """A heat map per method, layers by heads; crosses mark the heads that the verdict's plan removes."""
     metrics, scores = documents.metrics, documents.rankings or documents.scores
     budget = verdict.judge(metrics).budget if metrics is not None else None
     layers = scores[0].layers
@@ -57,7 +57,7 @@ def scores_figure(documents: Documents) -> Figure:
 
 
 def agreement_table(scores: Sequence[HeadScores]) -> Table | None:
-    """Every pair of methods, from the most alike down; those that cannot be compared last. None with a single method."""
+    """The agreement of every pair of methods, highest first, undefined ones last; None for a single method."""
     pairs = agreements(scores)
     if not pairs:
         return None
@@ -70,7 +70,7 @@ def agreement_table(scores: Sequence[HeadScores]) -> Table | None:
 
 
 def _rank(correlation: float) -> str:
-    """A rank correlation; – where one of the methods gives every head the same score."""
+    """A rank correlation as text; – where one of the methods gives every head the same score."""
     return "–" if correlation != correlation else f"{correlation:.2f}"
 
 
@@ -81,7 +81,7 @@ def attention_figure(heads: Heads, budget: BudgetResult | None) -> Figure:
 
 
 def role_table(metrics: Metrics | None, heads: Heads) -> Table:
-    """The roles, those of most heads first."""
+    """A table of the roles, most frequent first: their heads, how many of these each plan removes, and an example."""
     budgets = verdict.largest_first(metrics) if metrics is not None else []
     rows = []
     for role, addresses, example in by_role(heads):
@@ -91,7 +91,7 @@ def role_table(metrics: Metrics | None, heads: Heads) -> Table:
 
 
 def removed(run: Run, metrics: Metrics) -> list[Block]:
-    """The heads that went, by layer, and the folders of the models without them."""
+    """Tables of the removed heads, by layer, and of the pruned models' folders, with notes."""
     budgets = verdict.largest_first(metrics)
     layers = []
     for layer in run.model.layers:

@@ -56,7 +56,7 @@ def _random(metrics: Metrics, budget: BudgetResult) -> str:
 
 
 def control(metrics: Metrics) -> str:
-    """The head of the column of random heads."""
+    """The title of the column for random heads."""
     mean = "geometric mean" if metrics.metric == "perplexity" else "mean"
     draws = f"random heads: {mean} of {len(metrics.budgets[0].random)} draws (range)"
     treatment = _treatment(metrics)
@@ -64,13 +64,13 @@ def control(metrics: Metrics) -> str:
 
 
 def _treatment(metrics: Metrics) -> str:
-    """How chosen heads were compared with random ones, where the saved models had more done to them."""
+    """How chosen heads were treated to compare them with random ones, if the saved models got more than that; else ""."""
     cheaper = any(map(verdict.layers_alone, metrics.budgets))
     return " and ".join(["repaired layer by layer"] * cheaper + ["before training"] * verdict.trained(metrics))
 
 
 def precisions(metrics: Metrics) -> set[str]:
-    """In which precisions models are saved, the dense one among them; none where older files do not say it."""
+    """The precisions that models are saved in, the dense one included; empty if older files do not say it."""
     models: list[Dense | BudgetResult] = [metrics.dense, *metrics.budgets]
     return {model.dtype for model in models if model.dtype and model.weights}
 
@@ -106,7 +106,7 @@ def sizes_figure(metrics: Metrics) -> Figure:
 
 
 def orders(metrics: Metrics) -> Markdown:
-    """What the names of orders mean that a report uses: each with what its strategy says of itself."""
+    """A list that explains the orders named in a report, by their strategies' descriptions."""
     planning = metrics.planning
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
@@ -119,7 +119,7 @@ def orders(metrics: Metrics) -> Markdown:
 
 
 def comparison_table(metrics: Metrics) -> Table:
-    """Every order's plans, those that keep most heads first. How many heads a plan keeps is said where the budget does not say it."""
+    """The loss or divergence of every order's plans, largest first; with heads kept, if the budget does not say it."""
     orders = metrics.planning.compared
     first = orders[0].plans
     places = sorted(range(len(first)), key=lambda i: -first[i].kept)
@@ -136,7 +136,7 @@ def comparison_table(metrics: Metrics) -> Table:
 
 
 def curve_table(metrics: Metrics) -> Table:
-    """What every order gives at every number of heads, on the choosing part."""
+    """The metric of every order at every number of heads, on the choosing part."""
     metric = metrics.metric
     points = [p for p in metrics.curve if p.method != "dense"]
     methods, rows = [*dict.fromkeys(p.method for p in points)], []
@@ -150,7 +150,7 @@ def curve_table(metrics: Metrics) -> Table:
 
 
 def other_table(metrics: Metrics) -> Table:
-    """Second datasets, that nothing was fitted to."""
+    """The metric on second datasets, to which nothing was fitted."""
     metric, budgets = metrics.metric, verdict.largest_first(metrics)
     repairs = any(b.repair for b in budgets)
     effect = ["effect of repair"] if repairs else ["effect of training"] * verdict.trained(metrics)
@@ -225,7 +225,7 @@ def latency_table(rows: Sequence[LatencyRow]) -> Table:
 
 
 def time_table(rows: Sequence[TimeParts], metrics: Metrics | None = None) -> Table:
-    """The parts of the dense model's time on every input; and if models were timed, each one's gain beside the possible one."""
+    """The parts of the dense model's time on every input; with ``metrics``, also each model's speed-up and its bound."""
     body = [["ms", *(f"{row.total:.2f}" for row in rows)]]
     body += [[part, *(f"{row.shares[part]:.1%}" for row in rows)] for part in rows[0].parts]
     body.append(["at most, without heads", *(f"{max(row.bounds.values()):.2f}x" for row in rows)])
@@ -236,7 +236,7 @@ def time_table(rows: Sequence[TimeParts], metrics: Metrics | None = None) -> Tab
 
 
 def _gain(metrics: Metrics, row: TimeParts, name: str) -> str:
-    """How many times as fast a model is on an input, of the most that its plan can give there."""
+    """A model's measured speed-up on an input, beside the largest that its plan allows there."""
     timed = metrics.latency.rows
     speedups = next((r.speedups for r in timed if (r.batch, r.length) == (row.batch, row.length)), {})
     if name not in speedups or name not in row.bounds or row.factor_from(timed) > DISTURBED:
@@ -246,7 +246,7 @@ def _gain(metrics: Metrics, row: TimeParts, name: str) -> str:
 
 
 def disturbance(row: TimeParts, timed: Sequence[LatencyRow]) -> str:
-    """That other work on the machine kept a breakdown from being like the timed passes of the same model; "" where they are alike."""
+    """A warning if a breakdown took much longer or shorter than the timed passes (a busy machine); else ""."""
     median = row.timed(timed)
     if median is None or row.factor_from(timed) <= DISTURBED:
         return ""
@@ -257,7 +257,7 @@ def disturbance(row: TimeParts, timed: Sequence[LatencyRow]) -> str:
 
 
 def conclusions(metrics: Metrics) -> str:
-    """What the largest input says to somebody who wants the model faster, and the one with most launch overhead; or that it cannot be said."""
+    """How to make the model faster, by the largest input and the one with most launch overhead; or why that is unknown."""
     rows = metrics.time
     if busy := [*filter(None, (disturbance(row, metrics.latency.rows) for row in rows))]:
         return " ".join(busy)
@@ -279,7 +279,7 @@ def conclusions(metrics: Metrics) -> str:
 
 
 def generation_table(rows: Sequence[GenerationRow]) -> Table:
-    """Every model's times on every prompt."""
+    """Every model's generation times on every prompt."""
     body = []
     for row in rows:
         for name, token in row.token.items():

@@ -15,7 +15,7 @@ from headprune.evaluation import Change
 from headprune.latency import GenerationRow, LatencyRow, Speedup
 
 METRICS = {"accuracy": "accuracy", "f1": "F1 (macro)", "loss": "loss"}
-"""Metrics that are told beside a run's own, and what they are called."""
+"""The names of the metrics that are reported beside a run's own."""
 
 
 def value(number: float, metric: str) -> str:
@@ -24,7 +24,7 @@ def value(number: float, metric: str) -> str:
 
 
 def change(paired: Change, metric: str) -> str:
-    """A change with its interval: perplexity's relative, others' in points."""
+    """A change with its interval: relative for perplexity, absolute for the loss, in points for others."""
     if metric == "perplexity":
         return f"{paired.value:+.1%} ({paired.low:+.1%} to {paired.high:+.1%})"
     if metric == "loss":
@@ -39,9 +39,9 @@ def interval(measured: Measured, metric: str) -> str:
 
 
 def mean_of(values: Sequence[float], metric: str) -> float:
-    """The mean of a metric over several models: of perplexities exp of the mean loss (the geometric mean).
+    """The mean of a metric over several models; for perplexity the geometric mean, exp of the mean loss.
 
-    A change of perplexity is one of the loss, so only beside this mean do the change's sign and size fit.
+    Changes of perplexity are computed from losses, so only this mean agrees with their sign and size.
     """
     if metric != "perplexity" or not all(0 < value < math.inf for value in values):
         return sum(values) / len(values)
@@ -66,17 +66,17 @@ def with_error(number: float, error: float) -> str:
 
 
 def share_of(part: float, whole: float) -> str:
-    """How much less a part is than the whole, in per cent."""
+    """The relative change from the whole to a part, in per cent."""
     return f"{part / whole - 1:+.1%}"
 
 
 def ratio(speedup: Speedup) -> str:
-    """How many times as fast, with its interval."""
+    """A speed-up with its interval."""
     return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
 def shape(row: LatencyRow | BudgetRecord | TimeParts | GenerationRow) -> str:
-    """The input that was timed."""
+    """The batch size and the length of a timed input."""
     return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
 
 
@@ -88,7 +88,7 @@ def device(environment: Environment, dtype: str) -> str:
 
 
 def equality(difference: float, limit: float | None = None) -> str:
-    """How much outputs differ from others at most, in words, and the limit; "are exactly" for no difference."""
+    """The largest difference of outputs from others, in words, with the limit; "are exactly" for no difference."""
     allowed = "" if limit is None else f" (allowed: {limit:.0e})"
     return f"differ by at most {difference:.1e} of their largest value{allowed} from" if difference else "are exactly"
 
@@ -100,7 +100,7 @@ def with_more(text: str, *more: str) -> str:
 
 
 def name_of(model: str) -> str:
-    """What a model is called in a title: a Hub id as it is; of a path the folder's name, and its parent's where that says little.
+    """A model's name in a title: a Hub id as it is; for a path the folder's name, after its parent's if that says little.
 
     >>> [name_of(m) for m in ("org/bert", "../real/minilm-rt/", "/runs/digits/model", "a/b/digits-2/pruned-6")]
     ['org/bert', 'minilm-rt', 'digits/model', 'digits-2/pruned-6']
@@ -123,10 +123,10 @@ def to_repeat(command: str) -> str:
 
 
 def without_place(text: str) -> str:
-    """A dataset's or model's name; of a path its last part, since a card that is published must not tell where files lie on this machine."""
+    """A dataset's or model's name; for a path its last part, as a published card must not show this machine's folders."""
     return Path(text).name if os.sep in text and Path(text).exists() else text
 
 
 def without_places(command: str) -> str:
-    """A command line, its paths likewise."""
+    """A command line without ``--overwrite``, its paths shortened by `without_place`."""
     return shlex.join(without_place(part) for part in shlex.split(to_repeat(command)))

@@ -1,4 +1,4 @@
-"""The first screen: what can go, what it costs, how fast it is, how to use it, and what a reader must know before believing it."""
+"""The report's first screen: which heads can go, the cost, the speed, how to use the model, and cautions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFITTED = "the kept heads' weights refitted by least squares"
 
 
 def summary(run: Run, metrics: Metrics) -> list[Block]:
-    """The verdict, what a reader must know before believing it, and the table of plans."""
+    """The verdict, cautions, and the table of plans."""
     warnings = [Strong("Caution:", text) for text in cautions(run, metrics)]
     return [Strong(headline(run, metrics)), *warnings, measured.sizes_table(metrics)]
 
@@ -32,7 +32,7 @@ def extremes(heads: Sequence[tuple[str, float, float]]) -> str:
 
 
 def headline(run: Run, metrics: Metrics) -> str:
-    """The run in one sentence: what can go, what else was changed, what it costs, how fast it is and where."""
+    """The run in one sentence: the heads that can go, other changes, the cost, and the speed on this device."""
     result = verdict.judge(metrics)
     b, metric = result.budget, metrics.metric
     dense, pruned = (numbers.value(m.metrics[metric], metric) for m in (metrics.dense, b.pruned))
@@ -66,7 +66,7 @@ def _cost(change: Change, metric: str) -> str:
 
 
 def _beside(budget: BudgetResult) -> str:
-    """What was done to the kept heads beside the removal."""
+    """What was done to the model beside the removal of heads: repair and training, in words."""
     repair = budget.repair
     steps = [_REFITTED] if repair and (repair.layers or repair.answers) else []
     if budget.finetune:
@@ -75,7 +75,7 @@ def _beside(budget: BudgetResult) -> str:
 
 
 def _speed(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
-    """How much faster, on which machine, and how much faster it could be."""
+    """How much faster the model is, on which machine, and how much faster it could be without any heads."""
     latency, row = metrics.latency, verdict.headline_row(metrics.latency)
     gain = row.speedups[budget.name]
     machine = numbers.device(metrics.environment or run.environment, run.model.dtype)
@@ -134,14 +134,14 @@ def over_random_line(metrics: Metrics) -> str:
 
 
 def _gain(pair: verdict.AgainstRandom, metric: str) -> str:
-    """What choosing gained."""
+    """The metric with chosen and with random heads, and the change, in brackets."""
     against = f"{numbers.value(pair.value, metric)} against {numbers.value(pair.mean, metric)}"
     change = pair.budget.over_random
     return f" ({against}: {numbers.change(change, metric).replace(' (', ', ')}" if change else f" ({against})"
 
 
 def usage(run: Run, metrics: Metrics) -> str:
-    """What to type to get a model as it was measured: with headprune, and with transformers alone."""
+    """How to load a model as it was measured: with headprune, and with transformers alone."""
     result = verdict.judge(metrics)
     budget, which = result.budget, "it" if result.recommended or len(metrics.budgets) == 1 else "one"
     own = code(f"import headprune; model = {loading(run, budget)}")
@@ -166,7 +166,7 @@ def _widened(run: Run, budget: BudgetResult) -> bool:
 
 
 def precision(run: Run, metrics: Metrics) -> str:
-    """In which precision models are saved, where it is another one than they were measured in, and how to get that; else ""."""
+    """A note if models are saved in another precision than they were measured in, and how to load them so; else ""."""
     saved, computed = verdict.judge(metrics).budget.dtype, run.model.dtype
     if not saved or saved == computed:
         return ""
@@ -181,7 +181,7 @@ def precision(run: Run, metrics: Metrics) -> str:
 
 
 def cautions(run: Run, metrics: Metrics) -> list[str]:
-    """Every one that this run needs, the most important first."""
+    """The cautions that apply to this run, the most important first."""
     return [
         *_no_better_than_random(metrics), *_trained_on_choosing(run, metrics), *_worse_on_other_data(metrics),
         *shortened(run.parts.report, "reported"), *_carried_by_few(metrics),
@@ -189,7 +189,7 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
 
 
 def shortened(part: Examples, role: str) -> Iterator[str]:
-    """Texts were cut at their end."""
+    """A caution if texts were truncated."""
     were, their, they = ("was", "its", "it is") if part.shortened == 1 else ("were", "their", "they are")
     if part.shortened:
         yield (
@@ -207,7 +207,7 @@ def _no_better_than_random(metrics: Metrics) -> Iterator[str]:
 
 
 def _trained_on_choosing(run: Run, metrics: Metrics) -> Iterator[str]:
-    """The dense model is far better where plans were chosen than where they are reported."""
+    """A caution if the dense model is clearly better on the choosing part than on the reporting part."""
     dense, metric = metrics.dense, metrics.metric
     (there,) = (p for p in metrics.curve if p.method == "dense")
     if there.low > dense.high if metric == "accuracy" else there.high < dense.low:
@@ -221,7 +221,7 @@ def _trained_on_choosing(run: Run, metrics: Metrics) -> Iterator[str]:
 
 
 def _worse_on_other_data(metrics: Metrics) -> Iterator[str]:
-    """A pruned model does worse on second data than the first data lets expect."""
+    """Cautions for pruned models that do worse on second data than the first data lets expect."""
     metric = metrics.metric
     for b in verdict.largest_first(metrics):
         gain = b.repair.gain.verdict if b.repair and b.repair.gain else ""
@@ -240,7 +240,7 @@ def _worse_on_other_data(metrics: Metrics) -> Iterator[str]:
 
 
 def _carried_by_few(metrics: Metrics) -> Iterator[str]:
-    """A change of perplexity hangs on so few examples that its interval may be too narrow."""
+    """Cautions for changes of the loss that rest on so few examples that their interval may be too narrow."""
     for b in verdict.largest_first(metrics) if metrics.metric != "accuracy" else ():
         if 0 < b.change.carried_by < FEW <= b.change.examples:
             yield (

@@ -1,4 +1,4 @@
-"""What a run comes to: which of its pruned models to take, by what rule, and whether choosing the heads was worth it."""
+"""A run's verdict: which pruned model is recommended, by what rule, and whether the chosen heads beat random ones."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CAN_GO, UNSURE, COSTS, GUESSING = "can go", "unsure", "costs", "guessing"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run comes to.
+    """The verdict on a run.
 
     Attributes:
         conclusion: ``CAN_GO``, ``UNSURE``, ``COSTS`` or ``GUESSING``.
-        budget: The pruned model that this is about: the recommended one, or the one that loses least.
+        budget: The pruned model that the verdict is about: the recommended one, or the one that loses least.
         recommended: Whether it is recommended.
         tolerated: The loss that a recommendation must rule out, in the unit of `loss_within`.
     """
@@ -38,10 +38,10 @@ class Verdict:
 
 
 def judge(metrics: Metrics) -> Verdict:
-    """The fewest heads with which a loss above the margin is ruled out; else the plan that loses least.
+    """The verdict: the fewest heads with which a loss above the margin is ruled out; else the plan that loses least.
 
-    Only the margin decides: more examples make an interval narrower, and a small loss measurable, but never a model worse. Where a
-    budget was itself a limit of what is lost, that limit is the margin, on the reporting part.
+    Only the margin decides, not whether a loss is measurable: more examples make small losses so, but no model worse.
+    If a budget itself limits the loss, its limit is the margin, on the reporting part.
     """
     if not metrics.budgets:
         raise ValueError("no budgets")
@@ -59,12 +59,12 @@ def largest_first(metrics: Metrics) -> list[BudgetResult]:
 
 
 def loss_within(metrics: Metrics, change: Change) -> float:
-    """The largest loss that a change's interval leaves possible: of accuracy in parts of 1, else as a share of the dense value."""
+    """The largest loss that a change's interval allows: for accuracy as a fraction, else as a share of the dense value."""
     return _as_share(metrics, -change.low if change.metric == "accuracy" else change.high)
 
 
 def limits_metric(budgets: Sequence[BudgetResult]) -> bool:
-    """Whether a budget is a bound on what is lost, so that fewer heads are better."""
+    """Whether a budget limits the loss of the metric, so that fewer heads are better."""
     return any(b.budget and b.budget.parsed and b.budget.parsed.by_metric for b in budgets)
 
 
@@ -74,7 +74,7 @@ class AgainstRandom:
 
     Attributes:
         value: The metric with the chosen heads, before any training.
-        mean: Of the random draws (`mean_of`).
+        mean: The mean of the random draws (`mean_of`).
         verdict: ``"better"`` or ``"worse"`` (than the mean beyond chance, and than every draw), or ``"no measurable difference"``.
     """
 
@@ -85,8 +85,8 @@ class AgainstRandom:
 
 
 def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
-    """Whether the heads were chosen better than by chance."""
-    # As the random ones are: with the cheaper repair, and never trained.
+    """Chosen heads beside random ones: whether they were chosen better than by chance."""
+    # Treated like the random ones: with the cheaper repair, and not trained.
     alike = layers_alone(budget) or untrained(budget)
     value, draws = alike.metrics[metrics.metric], budget.random
     sign = 1 if metrics.metric == "accuracy" else -1  # the smaller a loss, the better
@@ -98,7 +98,7 @@ def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
 
 
 def layers_alone(budget: BudgetResult) -> Measured | None:
-    """The chosen heads as they were compared with random ones, if by a cheaper repair than the model's: layer by layer alone."""
+    """The chosen heads with layer-by-layer repair only, like random ones; None if the model's repair did no more."""
     return budget.repair.layers_alone if budget.repair else None
 
 
@@ -108,17 +108,17 @@ def trained(metrics: Metrics) -> bool:
 
 
 def untrained(budget: BudgetResult) -> Measured:
-    """The pruned model on the reporting part, before it was trained if it was."""
+    """The pruned model's metrics on the reporting part, before any training."""
     return budget.finetune.before if budget.finetune else budget.pruned
 
 
 def headline_row(latency: Latencies) -> LatencyRow:
-    """The input whose speed is told first: the largest batch, of the length that is nearest to the median."""
+    """The input whose speed is reported first: the largest batch, of the length that is nearest to the median."""
     return min(latency.rows, key=lambda row: (-row.batch, abs(row.length - latency.typical_length)))
 
 
 def _conclusion(metrics: Metrics, budget: BudgetResult) -> str:
-    dense, level = metrics.dense, metrics.dense.guessing  # that of a model that knows nothing
+    dense, level = metrics.dense, metrics.dense.guessing  # of a model that only guesses
     if level is not None and (dense.high >= level if metrics.metric == "perplexity" else dense.low <= level):
         return GUESSING
     if loss_within(metrics, budget.change) <= _limit(metrics, budget):
@@ -127,7 +127,7 @@ def _conclusion(metrics: Metrics, budget: BudgetResult) -> str:
 
 
 def _limit(metrics: Metrics, budget: BudgetResult) -> float:
-    """The loss that must be ruled out: what the user allowed, or what is tolerated."""
+    """The loss that must be ruled out: the user's limit, or the default margin."""
     limit = budget.budget.limit if budget.budget else None
     if limits_metric([budget]) and limit is not None:
         return _as_share(metrics, limit)

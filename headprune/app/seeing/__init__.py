@@ -1,4 +1,4 @@
-"""heads.json: what the heads do on a part of the data, or on a text or an image that somebody names, with samples to look at."""
+"""Makes heads.json: what heads do on a part of the data, or on one text or image, with the attention of samples."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from headprune.seeing import HeadProfile, profile_heads
 from headprune.seeing.maps import Weights, collect, on_device
 from headprune.seeing.sums import Grid, sequences_of
 
-_ANSWER = 24  # tokens of a text that an encoder-decoder writes
-_EXAMPLES = 64  # that profiles rest on, at most
-_WEIGHTS = 3e8  # attention weights that are looked at for them, about
-_LONGEST = 48  # positions of a sample whose rows are all held
-_ROWS = 6  # rows that are held of a longer one
-_BYTES = 1_400_000  # of all samples in the document
-_WIDE = 20  # positions that a sample has to have, for more than one to be shown
+_ANSWER = 24  # tokens that an encoder-decoder generates
+_EXAMPLES = 64  # that profiles are computed from, at most
+_WEIGHTS = 3e8  # attention weights computed for these, about
+_LONGEST = 48  # positions of a sample up to which all of its rows are stored
+_ROWS = 6  # rows that are stored of a longer sample
+_BYTES = 1_400_000  # of all samples in the document, about
+_WIDE = 20  # positions that each sample must have room for, if there is more than one
 _TITLE = 80  # characters
 
 
-# -- what is looked at -------------------------------------------------------------------------------
+# -- inputs to look at -------------------------------------------------------------------------------
 
 
 def of_text(loaded: LoadedModel, text: str) -> dict[str, Any]:
-    """A text as a model takes it; an encoder-decoder's decoder reads what the model answers to it.
+    """A text as a model's inputs; for an encoder-decoder, with the text that it generates as the decoder's input.
 
     Raises:
         HeadPruneError: The model takes no text, or the text has no tokens.
@@ -58,7 +58,7 @@ def of_text(loaded: LoadedModel, text: str) -> dict[str, Any]:
 
 
 def of_image(loaded: LoadedModel, path: Path) -> dict[str, Any]:
-    """An image file as a model takes it.
+    """An image file as a model's inputs.
 
     Raises:
         HeadPruneError: The model takes no images; there is no such file, or it is no image.
@@ -77,13 +77,13 @@ def of_image(loaded: LoadedModel, path: Path) -> dict[str, Any]:
 
 
 def look(loaded: LoadedModel, part: Part, layers: Sequence[AttentionLayer], seed: int = 0) -> Heads:
-    """What the heads do on some examples of a part, and in a few samples of it.
+    """Profile the heads on some examples of a part, and take the attention of a few samples of it.
 
     Raises:
-        HeadPruneError: No layer's weights can be seen.
+        HeadPruneError: No layer's attention weights can be read.
     """
     heads = sum(layer.num_heads for layer in layers)
-    # Positions of a sample whose rows are all held, and how many samples there are, so that the document stays small.
+    # How long samples with all rows may be, and how many samples there are, so that the document stays small.
     sizes = [(min(_LONGEST, int((_BYTES * 0.75 / count / heads) ** 0.5)), count) for count in (3, 2, 1)]
     longest, count = next((size for size in sizes if size[0] >= _WIDE), sizes[-1])
     samples = _samples(part, longest, count, getattr(loaded.processor, "all_special_ids", []))
@@ -91,16 +91,16 @@ def look(loaded: LoadedModel, part: Part, layers: Sequence[AttentionLayer], seed
 
 
 def look_at(loaded: LoadedModel, inputs: dict[str, Any], layers: Sequence[AttentionLayer], seed: int = 0) -> Heads:
-    """What the heads do in one input, which has one example.
+    """Profile the heads on one input, which has a single example.
 
     Raises:
-        HeadPruneError: No layer's weights can be seen.
+        HeadPruneError: No layer's attention weights can be read.
     """
     return _document(loaded, layers, [inputs], [(inputs, False)], _LONGEST, seed)
 
 
 def _batches(part: Part, layers: Sequence[AttentionLayer]) -> Iterator[dict[str, Tensor]]:
-    """Batches of examples of all lengths, as many as can be looked at soon."""
+    """Batches of examples of all lengths, few enough to be profiled soon."""
     order, lengths = part.order(), part.lengths()
     heads = sum(layer.num_heads for layer in layers)
     middle = lengths[order[len(order) // 2]]
@@ -112,7 +112,7 @@ def _batches(part: Part, layers: Sequence[AttentionLayer]) -> Iterator[dict[str,
 
 
 def _samples(part: Part, most: int, count: int, special: Sequence[int]) -> list[tuple[Any, bool]]:
-    """A few examples, and whether they were cut to be shown: texts that can be shown whole, if there are any."""
+    """A few examples, each with whether it was truncated for display; texts that fit are preferred."""
     order, lengths = part.order(), part.lengths()
     if short := [i for i in order if 4 <= lengths[i] <= most]:
         wanted = [most * (k + 1) // (count + 1) if count > 1 else most * 2 // 3 for k in range(count)]
@@ -123,7 +123,7 @@ def _samples(part: Part, most: int, count: int, special: Sequence[int]) -> list[
 
 
 def _cut(inputs: dict[str, Tensor], most: int, special: Sequence[int]) -> tuple[dict[str, Tensor], bool]:
-    """An example with texts of so many tokens at most, and whether that is not all. A special token at the end stays there."""
+    """An example truncated to ``most`` tokens, and whether anything was cut. A special token at the end is kept."""
     ids, short = inputs.get("input_ids"), dict(inputs)
     ends = ids is not None and int(ids[0, -1]) in special
     for name, t in inputs.items():
@@ -166,7 +166,7 @@ def _rounded(profile: HeadProfile) -> HeadProfile:
 def _sample(
     loaded: LoadedModel, layers: Sequence[AttentionLayer], inputs: Any, grid: Grid | None, cut: bool, longest: int
 ) -> Sample:
-    """One example as the heads see it."""
+    """The attention of all layers in one example."""
     inputs = on_device(loaded.model, without_labels(loaded.model, inputs))
     texts, title = _texts(loaded, inputs)
     image = next((t[0] for t in inputs.values() if grid and t.ndim == 4 and t.is_floating_point()), None)
@@ -213,7 +213,7 @@ def _texts(loaded: LoadedModel, inputs: Any) -> tuple[dict[str, Positions], str]
 
 
 def _tokens(weights: Weights, texts: dict[str, Positions]) -> tuple[Named, Named] | None:
-    """The texts at a layer's queries and keys, with their names; None where they are not known."""
+    """The names and tokens of the texts at a layer's queries and keys; None if unknown."""
     kind, queries, keys = weights.layer.kind, weights.shape[2] // weights.windows, weights.shape[3]
     ours = ("source" if kind == "encoder" else "target") if "source" in texts else "input"
     theirs = "source" if kind == "cross" else ours
@@ -226,7 +226,7 @@ def _tokens(weights: Weights, texts: dict[str, Positions]) -> tuple[Named, Named
 
 
 def _patches(weights: Weights, grid: Grid, picture: str | None) -> tuple[Named, Named] | None:
-    """The patches at a layer's queries and keys, with their names; None where they are not known."""
+    """The names and patches of the images at a layer's queries and keys; None if unknown."""
     named = []
     for count in (weights.shape[2] // weights.windows, weights.shape[3]):
         own = grid.of(count)
@@ -242,7 +242,7 @@ def _patches(weights: Weights, grid: Grid, picture: str | None) -> tuple[Named, 
 
 
 def _some_rows(count: int, whole: Grid | None) -> tuple[int, ...]:
-    """A few positions: the first, and others spread over the rest, in the middle of an image's rows."""
+    """A few positions: the first, and others spread over the text or the image."""
     grid = whole.of(count) if whole is not None else None
     if grid is None:
         return tuple(sorted({i * (count - 1) // (_ROWS - 1) for i in range(_ROWS)}))
@@ -252,11 +252,11 @@ def _some_rows(count: int, whole: Grid | None) -> tuple[int, ...]:
 
 
 def token_labels(ids: Tensor, tokenizer: Any) -> tuple[str, ...]:
-    """Tokens as text, each with what cannot be seen or printed made visible; a space before it is ``·``."""
+    """Tokens as text, with invisible and unprintable characters made visible; a space is ``·``."""
     labels = []
     for token in ids.tolist():
         text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        if not text or "\ufffd" in text:  # a part of a letter, or something that stands for nothing
+        if not text or "\ufffd" in text:  # a part of a character, or a token without text
             text = str(tokenizer.convert_ids_to_tokens(token))
         elif not text.startswith(" ") and str(tokenizer.convert_ids_to_tokens(token)).startswith(("▁", "Ġ")):
             text = f" {text}"  # some tokenizers drop it where a text begins
@@ -265,7 +265,7 @@ def token_labels(ids: Tensor, tokenizer: Any) -> tuple[str, ...]:
 
 
 def printable(text: str) -> str:
-    """A text in one line, without what would steer a terminal.
+    """A text in one line, with control characters made visible.
 
     >>> printable(" a\\tb\\x1b[1m"), printable("\\n")
     ('·a→b␛[1m', '⏎')
@@ -274,14 +274,14 @@ def printable(text: str) -> str:
     return "".join(shown.get(c, c if c.isprintable() else chr(0x2400 + ord(c)) if ord(c) < 32 else "�") for c in text)
 
 
-# -- what is in it -----------------------------------------------------------------------------------
+# -- heads and roles in the document -----------------------------------------------------------------
 
 
 def head_named(heads: Heads, text: str) -> tuple[LayerProfile, int]:
     """The layer and the number of a head such as ``L3.H7``.
 
     Raises:
-        HeadPruneError: There is no such head, or it cannot be seen.
+        HeadPruneError: There is no such head, or its attention weights could not be read.
     """
     match = re.fullmatch(r"L(\d+)\.H(\d+)", text.strip(), re.IGNORECASE)
     layer = next((a for a in heads.layers if match and a.index == int(match[1])), None)
@@ -297,7 +297,7 @@ def head_named(heads: Heads, text: str) -> tuple[LayerProfile, int]:
 
 
 def by_role(heads: Heads) -> list[tuple[str, list[tuple[str, int]], str]]:
-    """The roles, those of most heads first: the heads that have it (layer name, number), and the one that shows it best, in words."""
+    """The roles, most frequent first, each with its heads (layer name, number) and the clearest of them, in words."""
     members: dict[str, list[tuple[LayerProfile, int]]] = {}
     for layer in heads.layers:
         for h, profile in enumerate(layer.heads):

@@ -1,4 +1,4 @@
-"""Attention in the terminal. What comes from data is text, never markup; colours come with a background of their own."""
+"""Shows attention in the terminal. Text from data is never markup; coloured text has its own background."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHORT = {rule.role: rule.short for rule in RULES} | {MIXED: "·", UNKNOWN: "?"}
 _SHADES = " ░▒▓█"
 _CUT = " (cut to be shown)"
 _LEAST, _MOST = 4, 16  # columns of a head
-_KEYS = 4  # that are named for a query, at most
+_KEYS = 4  # keys named for each query, at most
 
 
 def all_heads(heads: Heads, sample: Sample, width: int, colours: bool) -> Group:
@@ -26,7 +26,7 @@ def all_heads(heads: Heads, sample: Sample, width: int, colours: bool) -> Group:
 
     Args:
         width: Columns of the terminal.
-        colours: Whether it shows them.
+        colours: Whether the terminal shows colours.
     """
     lines: list[Text] = [Text(f"{sample.title}{_CUT if sample.shortened else ''}")] if sample.title else []
     for profile in heads.layers:
@@ -81,7 +81,7 @@ def one_head(sample: Sample, layer: SampleLayer, head: int, colours: bool) -> Re
 
 
 def figures_of(profile: HeadProfile) -> Text:
-    """Every figure that a head has, by its name in heads.json."""
+    """A head's numbers, except its clarity, by their names in heads.json."""
     numbers = {name: value for name, value in vars(profile).items() if isinstance(value, int | float)}
     return Text(", ".join(f"{name} {value:.3g}" for name, value in numbers.items() if name != "clarity"))
 
@@ -97,7 +97,7 @@ def role_table(heads: Heads) -> Table:
 
 
 def role_counts(heads: Heads) -> list[str]:
-    """A line for each role, most frequent first: how many heads have it, and the one that shows it best in its own words."""
+    """A line for each role, most frequent first: how many heads have it, and the clearest of them, in words."""
     return [f"{_short(role):>5}  {len(places):>3}  {role}, as {example}" for role, places, example in by_role(heads)]
 
 

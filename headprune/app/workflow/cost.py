@@ -1,6 +1,6 @@
-"""What a run will cost, roughly: two passes timed, times the passes that are counted before the work.
+"""Estimates how long a run will take: a timed forward and backward pass, times the number of passes.
 
-To be within half; `benchmarks/passes.py` compares it with real runs on five models.
+Meant to be within half of the real time; `benchmarks/passes.py` compares it with real runs on five models.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from headprune.scoring import HeadScores, method_and_settings
 
 _REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's, taken once
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
-# Passes of a plan over the reporting part: repaired, masked, repaired as the random heads are, and these.
+# Passes over the reporting part for each plan: pruned, masked, repaired like random heads, and the random draws.
 _MEASURED = 3.0 + RANDOM_DRAWS
 _LEVELS = 6  # points of the curve, about
-_FIT = 0.02  # seconds of a layer's fit, however narrow
-_SOLVE = 4e-9  # seconds of a layer's least squares, per number in a square matrix of its width, times a hundredth of the width
+_FIT = 0.02  # seconds of a layer's fit, whatever its width
+_SOLVE = 4e-9  # seconds of a layer's least squares, times its width cubed / 100
 _REPORT = 4.0  # seconds of the report and its pictures
 
 
@@ -44,12 +44,12 @@ class Cost:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """The estimate as a sentence."""
         return f"Roughly {duration(self.seconds)}: {self.passes:,.0f} forward passes over {self.examples:,} examples."
 
 
 def announce(console: Console, make: Callable[[], Cost]) -> None:
-    """Say in a line what is to come. It never stops a run."""
+    """Print the estimated cost in a line. An error here never stops a run."""
     try:
         cost = current().first("cost", make)
     except Exception as error:
@@ -60,7 +60,7 @@ def announce(console: Console, make: Callable[[], Cost]) -> None:
 
 
 def cost_of_scores(scene: Scene) -> Cost:
-    """Of `score_run`."""
+    """The cost of `score_run`."""
     batches = list(scene.parts.score.batches())
     forward, back = _pace(scene.model, batches)
     passes, seconds = 0.0, 0.0
@@ -72,10 +72,10 @@ def cost_of_scores(scene: Scene) -> Cost:
 
 
 def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScores] = ()) -> Cost:
-    """Of `prune_run`.
+    """The cost of `prune_run`.
 
     Args:
-        scores: Those that there are.
+        scores: The scores that exist already.
     """
     batches, parts = list(scene.parts.score.batches()), scene.parts
     forward, back = _pace(scene.model, batches)
@@ -95,13 +95,13 @@ def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScor
     passed = (latency.MIN_RUNS * once * cost_of(example) for _, _, example in inputs(scene))
     timing = sum((plans + 2) * max(latency.MIN_SECONDS, seconds) + 1.5 for seconds in passed)
     if config.finetune:
-        # For as many examples as are scored: what there is to train on is not read yet.
+        # Assumes as many training examples as scored ones: the training part is not read yet.
         passes += 4 * config.finetune * plans
     return Cost(passes, passes * (forward + back) / 3 + fits + timing + _REPORT, len(parts.score))
 
 
 def cost_of_training(model: nn.Module, train: Part, choose: Part, report: Part, epochs: float) -> Cost:
-    """Of `finetune_run`: the pruned model's steps, the dense model's answers, and what is measured."""
+    """The cost of `finetune_run`: the pruned model's steps, the dense model's outputs, and the measurements."""
     batch = next(train.batches())
     rows = next(len(t) for t in tensors(batch))
     forward, back = (seconds * len(train) / rows for seconds in _pace(model, [batch]))
@@ -110,7 +110,7 @@ def cost_of_training(model: nn.Module, train: Part, choose: Part, report: Part, 
 
 
 def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
-    """Seconds of a forward pass over all batches, and of a backward pass, from two passes over the one of median size."""
+    """Seconds of a forward pass and of a backward pass over all batches, timed on the batch of median size."""
     batch = usable(sorted(batches, key=cost_of)[len(batches) // 2])
     device, times = model_device(model), []
     moved = move(inputs_of(model, batch), device)
@@ -119,7 +119,7 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
     with torch.inference_mode(False), torch.random.fork_rng(), config_kept(model), evaluating(model):
         first.requires_grad_(True)
         try:
-            for grad in (False, False, True):  # the first pass makes what later ones find
+            for grad in (False, False, True):  # the first pass warms up
                 began = latency.clock(device)
                 with torch.set_grad_enabled(grad):
                     means = [t.float().mean() for t in tensors(call(model, moved)) if t.requires_grad]
@@ -146,6 +146,6 @@ def _passes(method: str, scene: Scene, batches: int) -> float:
         return 3.0 * (settings.steps or 8)
     if "ablation" not in name:
         return 3.0
-    # A head's pass begins at its layer. Of few examples, gradients on all say what the others would have given.
+    # A head's pass begins at its layer. If few examples are ablated, gradients on all estimate the rest.
     few = min(1.0, (settings.examples or math.inf) / len(scene.parts.score)) if name == "ablation" else 1.0
     return 1 + heads / 2 * few + (3.0 if few < 1 else 0.0)

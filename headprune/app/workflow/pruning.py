@@ -1,4 +1,4 @@
-"""What `headprune score` and `headprune prune` do: score; search, carry out every plan, time the models; publish the run folder."""
+"""The work of `headprune score` and `headprune prune`: score, search, carry out plans, time models, publish."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def score_run(options: Options, folder: runs.RunFolder, console: Console) -> tup
 def score_all(
     scene: Scene, methods: Sequence[str], folder: runs.RunFolder, console: Console
 ) -> tuple[list[HeadScores], Store]:
-    """The scores by every method, and where they are kept."""
+    """The scores by every method, and the store that keeps them."""
     if not methods:
         return [], Store()
     batches = list(scene.parts.score.batches())
@@ -73,7 +73,7 @@ def score_all(
 
 
 def write_heads(scene: Scene, store: Store, content: runs.RunFolder, console: Console) -> None:
-    """Look what the heads do, and write heads.json; a model whose weights cannot be seen has none."""
+    """Profile the heads and write heads.json, unless the attention weights cannot be read."""
 
     def make() -> documents.Heads:
         with console.track("looking at what the heads do"):
@@ -86,7 +86,7 @@ def write_heads(scene: Scene, store: Store, content: runs.RunFolder, console: Co
 
 
 def run_document(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -> documents.Run:
-    """What run.json says, but for the time that it took; made before the long work, so that it is known to be writable."""
+    """The content of run.json, but for the run's time; made before the long work, so that it is known to be writable."""
     attention = getattr(scene.model.config, "_attn_implementation", None)
     parameter = next(scene.model.parameters())
     facts = documents.ModelFacts(
@@ -104,7 +104,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -
 
 
 def run_after(run: documents.Run, scene: Scene, folder: runs.RunFolder) -> documents.Run:
-    """A scoring run's document where another run prunes by its scores: the data beside the scored part may be other data."""
+    """A scoring run's document, updated for a run that prunes by its scores, whose other parts may differ."""
     scored = run.options
     options = replace(scene.options, methods=scored.methods, distil=scored.distil, keep=scored.keep)
     commands = (run.commands[0], runs.command_line())
@@ -112,7 +112,7 @@ def run_after(run: documents.Run, scene: Scene, folder: runs.RunFolder) -> docum
 
 
 def _cut_of(scene: Scene) -> dict[str, Any]:
-    """What a run's document says of the data."""
+    """The fields of run.json on the data."""
     return {"parts": documents.Cut.of(scene.parts), "columns": scene.parts.columns, "notes": tuple(scene.parts.notes)}
 
 
@@ -120,7 +120,7 @@ def _cut_of(scene: Scene) -> dict[str, Any]:
 
 
 def plan_run(config: search.PruneConfig, console: Console) -> tuple[list[HeadScores], SearchResult]:
-    """The scores that there are, and the plans that `prune_run` would carry out; nothing is written."""
+    """The existing scores, and the plans that `prune_run` would carry out; nothing is written."""
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
@@ -129,11 +129,11 @@ def plan_run(config: search.PruneConfig, console: Console) -> tuple[list[HeadSco
 
 
 def open_to_prune(config: search.PruneConfig, scores: Sequence[HeadScores], console: Console) -> Scene:
-    """The model and the data.
+    """Load the model and the data, and check that they can be pruned as asked.
 
     Raises:
-        HeadPruneError: A format of an export is not there; the budgets make no sense for the model; the scores are another model's, or of
-            examples that will be reported.
+        HeadPruneError: An unknown export format; budgets that make no sense for the model; scores of another model, or of
+            another scoring part.
     """
     for name in config.exports:
         format_named(name)
@@ -149,7 +149,7 @@ def open_to_prune(config: search.PruneConfig, scores: Sequence[HeadScores], cons
 
 
 def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Console) -> documents.Metrics:
-    """Prune to each budget, measure again, save the plans and the checkpoints, write the report; what metrics.json says.
+    """Prune to each budget, measure again, save plans and checkpoints, write the report; returns metrics.json's content.
 
     Args:
         folder: Where to write; may be ``config.source``. It changes when all is done; until then results are kept in
@@ -166,7 +166,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     scored = Store()
     if source is None:
         scores, scored = score_all(scene, methods, folder, console)
-    # What is only measured there changes no other result, but nothing may be trained on it.
+    # Second datasets change other results only by training, which leaves out their examples.
     also = [part.content_hash for part in scene.parts.also]
     candidates = config.candidates(scores)
     asked = [config.search, config.plan, config.plan_file, config.finetune]
@@ -208,7 +208,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
 
 
 def _search(context: results.PruneContext, scores: Sequence[HeadScores]) -> SearchResult:
-    """The search, as it was when it first ended: what was timed is not timed again, but on another machine."""
+    """The search's stored result, or a new one; if budgets are timed, a search on another machine is a new one."""
     config = context.config
 
     def find() -> SearchResult:
@@ -223,7 +223,7 @@ def _search(context: results.PruneContext, scores: Sequence[HeadScores]) -> Sear
 def _metrics(
     context: results.PruneContext, result: SearchResult, curve: list[documents.Point], models: list[results.CarriedOut]
 ) -> documents.Metrics:
-    """What metrics.json says, with the times and the exports, which are made here."""
+    """The content of metrics.json; times are measured and exports made here."""
     scene, metric = context.scene, context.scene.metric
     stored = scene.loaded.stored  # in which pruned models are saved
 
@@ -249,7 +249,7 @@ def _metrics(
 
 
 def _times(context: results.PruneContext, pruned_models: Sequence[results.CarriedOut]) -> dict[str, Any]:
-    """What is measured of time, as fields of `Metrics`; on another machine it is measured again."""
+    """All measured times, as fields of `Metrics`; on another machine they are measured again."""
     scene, console, store, environment = context.scene, context.console, context.store, context.environment
     first = partial(current().first, "timing")  # of several processes one times, while the others wait
     largest = sorted(pruned_models, key=lambda pair: -pair[0].kept)
@@ -263,7 +263,7 @@ def _times(context: results.PruneContext, pruned_models: Sequence[results.Carrie
     def attempt(name: str, make: Callable[[], Any]) -> Any:
         try:
             return make()
-        except Exception as error:  # such as a model that does not go on from its own cache: the run is worth more
+        except Exception as error:  # such as a model that cannot use its own cache: the run must not fail for it
             why = f"{type(error).__name__}: {first_line(error)}"
             console.say(f"The report will have no {name}, which could not be measured ({why}).")
             return ()
@@ -278,15 +278,15 @@ def _times(context: results.PruneContext, pruned_models: Sequence[results.Carrie
 
 
 def store_of(folder: runs.RunFolder, name: str, scene: Scene, *facts: Any, say: Callable[[str], None]) -> Store:
-    """The results of one computation: of this model, data, options and versions.
+    """The store of one computation's results, keyed by the model, data, options and versions.
 
     Args:
-        name: What it does.
-        facts: What else it depends on.
+        name: The computation's name.
+        facts: What else the results depend on.
     """
     options = asdict(scene.options)
     loading = options["loading"]
-    del loading["trust_remote_code"], options["data"]["also"], options["methods"]  # change no number here
+    del loading["trust_remote_code"], options["data"]["also"], options["methods"]  # these change no result here
     del loading["device_map"], loading["device_memory"]  # nor does where weights are kept
     parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
     device = model_device(scene.model).type
@@ -294,19 +294,19 @@ def store_of(folder: runs.RunFolder, name: str, scene: Scene, *facts: Any, say: 
 
 
 def was_published(folder: runs.RunFolder, content: runs.RunFolder, name: str) -> bool:
-    """Whether this result is the last that was put here, by a command that was killed since."""
+    """Whether this result was already published here, by the same command, which was then killed."""
     return folder.store().known("published") == name and not content.path.exists()
 
 
 def publish(folder: runs.RunFolder, content: runs.RunFolder, name: str = "") -> None:
-    """Write the report of a complete run, and put all of it in the place of what is there.
+    """Write the report of a complete run, and replace the folder's content by the run.
 
     Args:
-        name: Of the result, by which a command that was killed since knows that it was the last one here.
+        name: The result's name, by which a command that was killed sees that it is published already (`was_published`).
 
     Raises:
-        HeadPruneError: The report could not be written; all else is in its place. Or the disk is full: then nothing is, and what was
-            there stays.
+        HeadPruneError: The report could not be written; all else is published. Or the disk is full: then nothing is, and the old
+            content stays.
     """
     trouble: Exception | None = None
     try:
@@ -318,7 +318,7 @@ def publish(folder: runs.RunFolder, content: runs.RunFolder, name: str = "") -> 
     folder.store().keep("published", name)
     folder.publish(content.path)
     if trouble is not None:
-        folder.clear_unfinished()  # nothing of it is needed
+        folder.clear_unfinished()  # it is not needed any more
         raise HeadPruneError(
             f"The report could not be written ({type(trouble).__name__}: {first_line(trouble)}); all else is in {folder.path}.",
             f"`headprune report {folder.path}` tries again.",

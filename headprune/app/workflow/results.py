@@ -1,4 +1,4 @@
-"""What is measured of a run's models: each plan carried out (repaired, pruned, trained, saved, loaded again), and times, here and in other engines."""
+"""Carries out plans (repair, prune, train, save, load again), and measures and times models, also in other engines."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from headprune.trials import Trials
 
 @dataclass(frozen=True)
 class PruneContext:
-    """What every plan of a run is carried out with.
+    """What a run's plans need to be carried out.
 
     Attributes:
         trials: The dense model, and how plans are masked and repaired.
         store: Keeps results.
         content: Where the run's new files go.
-        environment: Where times are measured: another one's are not taken over.
+        environment: The machine that times are measured on; stored times of another one are not used.
     """
 
     config: PruneConfig
@@ -65,11 +65,12 @@ class PruneContext:
     def measure(
         self, name: str, what: nn.Module | Heads, also: Part | None = None, repaired: bool = False
     ) -> Measurement:
-        """A model, or the dense one with heads masked, on the reporting part, or on a second dataset.
+        """Evaluate a model, or the dense one with heads masked, on the reporting part or on a second dataset.
 
         Args:
-            name: Under which the result is kept.
-            repaired: Whether the other heads are refitted layer by layer, as for the random control: a whole repair of each would take long.
+            name: The result's name in the store.
+            repaired: Whether the kept heads are refitted layer by layer, as for the random control: a whole repair of each
+                draw would take long.
         """
         part = also or self.scene.parts.report
 
@@ -85,11 +86,11 @@ class PruneContext:
 
 
 CarriedOut = tuple[documents.BudgetResult, nn.Module]
-"""What is reported of a plan, and its pruned model."""
+"""A plan's result for the report, and its pruned model."""
 
 
 def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> CarriedOut:
-    """What is reported of a plan, and its pruned model as it is loaded from where it was saved.
+    """Carry out a plan; its result for the report, and its pruned model, loaded from the folder that it was saved to.
 
     Args:
         controls: Orders of heads drawn at random.
@@ -98,7 +99,7 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
     path = context.content.checkpoint_path(asked)
     repair, trained, proof, saved, size = context.store.get(f"model {asked}", partial(_make, context, plan, path))
     try:
-        model = scene.load(path)  # what is reported is what a user will load, not what is in memory
+        model = scene.load(path)  # the report is about the model that a user will load, not the one in memory
     except HeadPruneError:  # a folder of an interrupted run may be damaged
         context.store.forget(f"model {asked}")
         return carry_out(fit, controls, context)
@@ -107,7 +108,7 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
     dense, pruned = context.measure("dense", scene.model), context.measure(f"pruned {asked}", model)
     drawn = [order.plan(plan.kept).drop for order in controls]
     random = [context.measure(f"random {asked} {i}", drop, repaired=True) for i, drop in enumerate(drawn)]
-    # The random control gets all fits of single layers, and nothing else.
+    # Random heads get layer-by-layer repair only.
     further = repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
     like_random = pruned
     if trained or further:
@@ -135,7 +136,7 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
 
 
 def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, part: Part) -> documents.AlsoMeasured:
-    """A pruned model on a second dataset."""
+    """Measure a pruned model on a second dataset."""
     metric, gain = context.scene.metric, None
     dense = context.measure("dense", context.scene.model, part)
     pruned = context.measure(f"pruned {plan.asked}", model, part)
@@ -146,13 +147,13 @@ def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, pa
 
 
 def mean_of(measurements: Sequence[Measurement]) -> Measurement:
-    """The mean over models of what they did on each example, for `compare`; it has no metrics of its own."""
+    """Losses and correctness of each example, averaged over models, for `compare`; it has no metrics of its own."""
     loss, correct = (np.mean([getattr(m, name) for m in measurements], axis=0) for name in ("loss", "correct"))
     return Measurement({}, loss, correct, measurements[0].tokens)
 
 
 def guessing(scene: Scene) -> float | None:
-    """The metric of a model that knows nothing, as `headprune.app.documents.Dense` has it."""
+    """The metric of a model that only guesses; see `headprune.app.documents.Dense`."""
     if scene.metric == "perplexity":
         size = getattr(scene.loaded.config.get_text_config(), "vocab_size", None)
         return float(size) if isinstance(size, int) else None
@@ -174,7 +175,7 @@ def guessing(scene: Scene) -> float | None:
 def _make(
     context: PruneContext, plan: PruningPlan, path: Path
 ) -> tuple[Repair | None, documents.Trained | None, documents.Proved, Saved, int]:
-    """Repair, prune, train and save: what each did, and the folder's bytes before its card tells the run's figures."""
+    """Repair, prune, train and save: the result of each, and the folder's bytes before figures are added to its card."""
     scene, trials, console, trained = context.scene, context.trials, context.console, None
     progress = console.track(f"repairing {head_count(plan.kept)}") if trials.repair else nullcontext()
     with progress, trials.repaired(plan.drop, whole=True) as repair:
@@ -191,7 +192,7 @@ def _make(
 
 
 def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Module, documents.Trained]:
-    """The fine-tuned model, and what a report says of it."""
+    """The fine-tuned model, and its record for the report."""
     from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
 
     scene, console = context.scene, context.console
@@ -240,12 +241,12 @@ def time_parts(
     model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Heads],
     timed: Sequence[latency.LatencyRow], console: Console,
 ) -> tuple[documents.TimeParts, ...]:  # fmt: skip
-    """What the dense model's passes spend their time on, with the most that each plan can gain of it.
+    """Where the time of the dense model's passes goes, and the largest possible speed-up of each plan.
 
     Args:
-        plans: The heads that go, by the name of the pruned model; that of the model without heads is added.
-        timed: What passes took when the models were timed in turn, the dense model first. Passes that take much longer or shorter
-            are measured again, up to `_TRIES` times: on a busy machine a few passes say little. The nearest are kept.
+        plans: The heads to remove, by the pruned model's name; a plan without any prunable heads is added.
+        timed: The times of the models timed in turn, the dense model first. Passes that take much longer or shorter are
+            measured again, up to `_TRIES` times: on a busy machine a few passes say little. The nearest are kept.
     """
     plans, rows = {**plans, NO_HEADS: _everything(layers)}, []
     with console.track("where the time goes") as progress:
@@ -263,7 +264,7 @@ def time_parts(
 def time_generation(
     models: Mapping[str, nn.Module], prompts: Shapes, console: Console
 ) -> tuple[latency.GenerationRow, ...]:
-    """How fast the dense and the pruned models write; () where they do not."""
+    """Generation times of the dense and the pruned models; () if they do not generate text."""
     rows: list[latency.GenerationRow] = []
     if not writes(next(iter(models.values()))):
         return ()
@@ -276,17 +277,17 @@ def time_generation(
 
 
 def _everything(layers: Sequence[AttentionLayer]) -> Heads:
-    """Every head that can go."""
+    """All prunable heads, by layer."""
     return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
 
 
 def export_models(context: PruneContext, results: Sequence[documents.BudgetResult]) -> list[documents.ExportedModel]:
-    """Every pruned model in every format, beside the checkpoints. What a format cannot express is said, and loses nothing."""
+    """Export every pruned model in every format, beside the checkpoints. A format that cannot express one stops no run."""
     models, store = [], context.store
     for name in dict.fromkeys(context.config.exports):
         for result in results:
             file = context.content.path / f"{result.checkpoint}{format_named(name).suffix}"
-            if not file.exists():  # a publication took it
+            if not file.exists():  # a publication moved it
                 store.forget(f"export {file.name}")
             model = store.get(f"export {file.name}", partial(_exported, context, name, result, file))
             for line in model.notes if model.file else (model.summary, *model.notes):
@@ -296,7 +297,7 @@ def export_models(context: PruneContext, results: Sequence[documents.BudgetResul
 
 
 def time_exports(context: PruneContext, models: Sequence[documents.ExportedModel]) -> list[documents.EngineLatency]:
-    """The models of each format against the dense one, on the inputs that the run times; of formats whose engine can be timed here."""
+    """Times of each format's models and the dense one, on the run's timed inputs, if its engine can be timed here."""
     rows = []
     for name in dict.fromkeys(model.format for model in models):
         files = {m.name: context.content.path / m.file for m in models if m.format == name and m.file}
@@ -321,7 +322,7 @@ def _exported(context: PruneContext, name: str, result: documents.BudgetResult, 
 
 
 def _time_format(context: PruneContext, name: str, files: dict[str, Path]) -> documents.EngineLatency:
-    """Times of files of one format in its engine, beside the dense model's, which is exported for this alone."""
+    """Times of files of one format in its engine, beside the dense model, which is exported only for this."""
     dense = context.content.path.parent / f"dense{format_named(name).suffix}"
     with context.console.track(f"timing {name}"):
         _export(context, copy.deepcopy(context.scene.model).to("cpu"), name, dense)
@@ -330,6 +331,6 @@ def _time_format(context: PruneContext, name: str, files: dict[str, Path]) -> do
 
 
 def _export(context: PruneContext, model: nn.Module, name: str, file: Path) -> Exported:
-    """A model written in float32."""
+    """Export a model in float32."""
     widen(model)
     return export(model, file, name, processor=context.scene.loaded.processor, overwrite=True)

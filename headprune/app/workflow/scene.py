@@ -1,8 +1,8 @@
-"""What a run works on: a loaded model, its data and its layers; how its pruned models are saved; whether earlier scores are of the same.
+"""A run's model, data and attention layers; saves its pruned models, and checks that earlier scores are of the same.
 
-On a CPU a checkpoint in half precision is computed with in float32, which is faster and rounds no small score. Its pruned model is
-saved in half precision all the same: weights that were not refitted lose nothing by it, and the folder is not larger than
-the dense one. What is measured is the saved folder, its weights widened again, as the dense model's are.
+On a CPU a checkpoint in half precision is run in float32, which is faster and rounds no small score. Its pruned model is
+still saved in half precision: weights that were not refitted lose nothing, and the folder is not larger than the dense
+one. The saved folder is what is measured, its weights widened to float32 again, like the dense model's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from headprune.surgery import answers
 from headprune.trace import find_attention
 
 Console = SearchConsole
-"""Where a run tells what it does."""
+"""Receives a run's messages and its progress."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Saved:
 
     Attributes:
         dtype: What its weights are stored in, such as ``"bfloat16"``.
-        difference: Of its answers when it is loaded from the model's in memory, as a share of their largest value.
-        weights: Bytes that its weights take there.
+        difference: The largest difference between its outputs and those of the model in memory, as a share of their largest value.
+        weights: Bytes of its saved weights.
         note: What a reader should know; "" for nothing.
     """
 
@@ -91,14 +91,14 @@ class Scene:
         return shaped(example, batch, length)
 
     def save(self, model: nn.Module, path: Path, tolerance: float, **about: Any) -> Saved:
-        """Save a pruned model as its checkpoint was stored, and see that the folder answers as the model does.
+        """Save a pruned model in the precision of the dense checkpoint, and check that the folder gives the same outputs.
 
         Args:
-            tolerance: How much its answers may differ, as a share of their largest value.
-            about: What the folder says of the model, beside its task and which model it was made from.
+            tolerance: How much outputs may differ, as a share of their largest value.
+            about: Facts to store in the folder, beside the model's task and the model it was made from.
 
         Raises:
-            PruneError: It does not.
+            PruneError: The outputs differ more.
         """
         half, note = self.loaded.stored, ""
         if half is not None:
@@ -113,7 +113,7 @@ class Scene:
                     raise HeadPruneError("its answers are not finite")
                 return self._save(narrowed, path, tolerance, about, half, given)
             except Exception as error:
-                narrowed = None  # the memory is needed for what comes instead
+                narrowed = None  # frees its memory for saving in float32
                 if is_out_of_memory(error) or isinstance(error, OSError):
                     raise
                 problem = f"in {name_of(half)}, as it was stored, the model does not work here ({first_line(error)})"
@@ -123,7 +123,7 @@ class Scene:
     def _save(
         self, model: nn.Module, path: Path, tolerance: float, about: dict[str, Any], dtype: torch.dtype, given: Any = None
     ) -> Saved:  # fmt: skip
-        """Save a model as it is; ``given`` is an example for one in half precision, which is widened here."""
+        """Save a model in its precision; ``given`` is an example for one in half precision, which is widened afterwards."""
         weights, task, source = stored_size(model), self.loaded.task.name, self.loaded.source
         about = {"task": task, "from": source, **about}
         checkpoint.save(model, path, processor=self.loaded.processor, overwrite=True, example=given, about=about)
@@ -140,10 +140,10 @@ class Scene:
         return Saved(name_of(dtype), difference, weights)
 
     def load(self, path: Path) -> nn.Module:
-        """A saved model, for the run to measure."""
+        """Load a saved model, to measure it."""
         loading = self.options.loading
         places = placing_of(loading.device_map, loading.device_memory) or {"device": model_device(self.model)}
-        # What is in the folder came with the dense model.
+        # The code in the folder came with the dense model.
         model = checkpoint.load(path, **places, as_saved=True, trust_remote_code=loading.trust_remote_code)
         if self.loaded.stored is not None:
             widen(model)
@@ -154,7 +154,7 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
     """Load the model and the data, and find the heads.
 
     Args:
-        labelled: Whether labels must be there; None: only if one of the scoring methods reads them, and not by `Options.distil`.
+        labelled: Whether labels are required; None: only if a scoring method uses the loss, and not with `Options.distil`.
     """
     options.check()
     if options.loading.device_map is not None and current().size > 1:
@@ -185,18 +185,18 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
 
 
 def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:
-    """What is timed, as (batch, tokens, example); the largest is the last."""
+    """The inputs that are timed, as (batch, tokens, example); the largest is the last."""
     examples = [(batch, scene.typical_input(batch, length)) for batch, length in _shapes(scene)]
     return [(batch, latency.example_shape(example)[1], example) for batch, example in examples]
 
 
 def budget_input(scene: Scene) -> dict[str, Any]:
-    """What a latency budget is about: a batch of the run's size, of median length."""
+    """The input that latency budgets are measured on: a batch of the run's batch size, of median length."""
     return scene.typical_input(scene.options.data.batch_size, _shapes(scene)[0][1])
 
 
 def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
-    """Batch 1 and the run's batch size; for texts at the median length, and at four times that as far as the model reads, if that is a fifth longer."""
+    """Batch 1 and the run's batch size; for texts at the median length, and at up to four times that, if possible."""
     sizes = sorted({1, scene.options.data.batch_size})
     lengths: list[int | None] = [None]
     if scene.loaded.task.modality == "text" and scene.loaded.task.name != "seq2seq":
@@ -207,13 +207,13 @@ def _shapes(scene: Scene) -> list[tuple[int, int | None]]:
 
 
 def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) -> list[str]:
-    """Refuse scores of another model, or of another scoring part than this run has; notes on what else changed since they were made.
+    """Refuse scores of another model, or of another scoring part than this run's; notes on what else has changed.
 
     A run has one scoring part, for scores, repair and the report. The other two parts share no example with it,
     however they are cut, so they may be larger or smaller than they were.
 
     Raises:
-        ScoresError: The model, its config, its tokenizer or the scored examples are others; the message names the options that make them so.
+        ScoresError: The model, its config, its tokenizer or the scored examples differ; the message names the changed options.
     """
     for s in scores:
         if not has_identity(scene.model, s.model):
@@ -246,10 +246,10 @@ def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) ->
 
 
 def seen_before(parts: DataParts, before: DataParts, same_data: bool) -> int:
-    """How many examples to report scored or chose the heads before.
+    """How many of the examples to report were used before to score or choose the heads.
 
     Args:
-        same_data: Whether both are of one dataset, so that row numbers tell too: the same text may be cut elsewhere now.
+        same_data: Whether the dataset is the same, so that row numbers are compared too: a text may be truncated differently now.
     """
     used = (before.score, before.choose)
     inputs = {key for part in used for key in part.inputs}
@@ -260,6 +260,6 @@ def seen_before(parts: DataParts, before: DataParts, same_data: bool) -> int:
 
 
 def changed_options(before: DataOptions, now: DataOptions) -> list[str]:
-    """The flags by which examples are cut otherwise than before."""
+    """The flags of the changed data options that decide which examples are used."""
     names = [f.name for f in fields(DataOptions) if f.name not in ("batch_size", "also")]
     return [f"--{n.replace('_', '-')}" for n in names if getattr(before, n) != getattr(now, n)]

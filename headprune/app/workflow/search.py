@@ -1,4 +1,4 @@
-"""From scores and a goal to the plans that will be carried out: what was asked for, checked before the long work, and the search."""
+"""Finds the plans that `headprune prune` carries out: its settings, checks before the long work, and the search."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from headprune.trials import Trials
 
 @dataclass(frozen=True)
 class PruneConfig:
-    """What `headprune prune` is asked for.
+    """The settings of `headprune prune`.
 
     Attributes:
         options: Model, data and scoring.
         search: The budgets, and how plans are searched for.
-        plan: Instead of a search.
-        plan_file: Where that is from.
+        plan: The user's plan, instead of a search.
+        plan_file: The file of that plan.
         finetune: Epochs to train afterwards; 0 for none.
-        methods: Scores to plan by, with their settings (`headprune.scoring.base.method_and_settings`). Of a ``source``, () takes all that it has, but random.
+        methods: Scores to plan by, with their settings (`headprune.scoring.base.method_and_settings`); with a ``source``, () takes
+            all of its scores but random.
         source: The run whose scores to use; None scores first, if the search needs scores.
         exports: Formats to write the pruned models in as well, names of `headprune.exporting.FORMATS`.
     """
@@ -53,7 +54,7 @@ class PruneConfig:
 
     @property
     def uses_scores(self) -> bool:
-        """Whether scores are of use, if there are any."""
+        """Whether the search uses scores, if there are any."""
         return self.needs_scores or (self.plan is None and self.search.strategy == AUTO)
 
     @property
@@ -63,11 +64,11 @@ class PruneConfig:
 
     @property
     def methods_to_score(self) -> Sequence[str]:
-        """The scores that are made before the search."""
+        """The methods to score by before the search."""
         return self.methods if self.source is None and self.uses_scores else ()
 
     def read_scores(self) -> list[HeadScores]:
-        """What ``source`` has.
+        """The scores of ``source``; [] without one.
 
         Raises:
             HeadPruneError: Scores by one of the methods are missing.
@@ -97,10 +98,10 @@ class PruneConfig:
         )  # fmt: skip
 
     def check_placement(self) -> None:
-        """Refuse what a model that is spread over devices cannot do, before it is loaded.
+        """Refuse to train or export a model that is spread over devices, before it is loaded.
 
         Raises:
-            HeadPruneError: It was to be trained or exported.
+            HeadPruneError: Training or an export was asked for, with a device map.
         """
         flag = "--finetune" if self.finetune else "--export" if self.exports else None
         if flag and self.options.loading.device_map is not None:
@@ -111,10 +112,10 @@ class PruneConfig:
 
 
 def check_search(config: PruneConfig, scene: Scene) -> None:
-    """Refuse a search that leaves the model as it is, or names what it has not; and a model whose metric cannot be measured.
+    """Refuse a search or plan that removes no head or names unknown heads, and a metric that cannot be measured.
 
     Raises:
-        HeadPruneError: All heads would stay, a layer or head is not there, or no accuracy or perplexity can be told.
+        HeadPruneError: No head would be removed, a layer or head does not exist, or the metric cannot be measured.
     """
     if config.plan is not None:
         config.plan.on(scene.layers)
@@ -140,7 +141,7 @@ RANDOM_DRAWS = 3
 
 
 def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> Trials:
-    """Plans tried on the scene's choosing part."""
+    """The `Trials` of plans on the scene's choosing part."""
     return Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
         repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.metric,
@@ -165,7 +166,7 @@ def search_or_plan(
 
 
 def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> Subject:
-    """What a budget is measured on; before the search (without trials) only the dense model can be."""
+    """What a budget is measured on; without trials (before the search) only the dense model can be measured."""
     inputs = budget_input(scene) if budget.timed else scene.typical_input()
     if trials is not None:
         return plan_search.subject_of(trials, scene.example, inputs)
@@ -183,7 +184,7 @@ def random_orders(scene: Scene, config: PruneConfig, fits: Sequence[Fit]) -> lis
 
 
 def curves(config: PruneConfig, result: plan_search.SearchResult, trials: Trials) -> dict[str, Order]:
-    """The orders whose curves are drawn: of those that `auto` makes itself the one that is used, or the best one, beside the scores'."""
+    """The orders whose curves are drawn: by scores, and the used (or best) one of the orders that `auto` makes itself."""
     orders, fits = dict(result.orders), result.fits
     own = [name for name, order in orders.items() if not order.method]
     if config.search.strategy != AUTO or len(own) < 2:
@@ -209,7 +210,7 @@ def trade_off(
     if not orders:  # a plan of the user's
         jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
         levels = [f.plan.kept for f in fits]
-    # What is not used, and the control, would take most of the time: they are drawn where it was asked for, and at the end.
+    # Unused orders and the control would take most of the time: they are measured at the budgets and the last level only.
     drawn = {levels[-1], *(keep for f in fits for keep in (f.plan.asked, f.plan.kept))}
     used = fits[0].plan.strategy, fits[0].plan.method
     named = [*orders.items(), *(("random", order) for order in randoms)]

@@ -1,4 +1,4 @@
-"""report.html: the report's sections as one page that needs no network, with sizes to try and heads to look into."""
+"""Renders report.html: the report's sections as a page that needs no network, with a slider of sizes and head views."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from headprune.scoring.scores import HeadScores
 
 
 def render(documents: Documents, sections: Sequence[Section], pictures: Mapping[str, bytes]) -> str:
-    """The whole page.
+    """The whole page, as HTML.
 
     Args:
-        pictures: PNG files by the names that figures have.
+        pictures: PNG files, by the file names of the figures.
     """
     first, *others = (_section(section, pictures, "h2" if i else "h1") for i, section in enumerate(sections))
     template, assets = _template()
@@ -41,7 +41,7 @@ def render(documents: Documents, sections: Sequence[Section], pictures: Mapping[
 
 @functools.cache
 def _template() -> tuple[jinja2.Template, dict[str, Any]]:
-    """The page with what every page has: its style, its script, and the policy by which a browser runs this script and fetches nothing."""
+    """The page's template, its style and script, and a content security policy that allows only these and no network."""
     names = ("page.html.j2", "page.css", "page.js")
     page, style, script = ((resources.files(__name__) / name).read_text("utf-8") for name in names)
     hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script))
@@ -53,7 +53,7 @@ def _template() -> tuple[jinja2.Template, dict[str, Any]]:
 
 # -- sections: what report.md has, as HTML ------------------------------------------------------
 
-_MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")  # no HTML, and no link of a text's own
+_MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")  # no raw HTML, no links of plain addresses
 _SMALLER = re.compile(r"(<t[dh]>[^<(]+) (\([^<]*\))(?=</t[dh]>)")
 _VERDICTS = {"better": "good", "faster": "good", "worse": "bad", "slower": "bad"}
 
@@ -78,7 +78,7 @@ def _html(text: str, label: str, pictures: Mapping[str, bytes]) -> Markup:
 
     def picture(match: re.Match[str]) -> str:
         file = pictures[match["file"]]
-        width = round(0.8 * int.from_bytes(file[16:20], "big"))  # a PNG's: its letters are as large as the text's then
+        width = round(0.8 * int.from_bytes(file[16:20], "big"))  # the PNG's own: letters are as large as the text's
         source = f"data:image/png;base64,{base64.b64encode(file).decode()}"
         return framed(f'<img class="figure" width="{width}" src="{source}" alt="{match["alt"]}">')
 
@@ -93,7 +93,7 @@ def _html(text: str, label: str, pictures: Mapping[str, bytes]) -> Markup:
 
 
 def _sizes(documents: Documents) -> dict[str, Any]:
-    """The positions of the slider, the smallest model first and the dense one last: heads kept, and how it is loaded."""
+    """The slider's positions, the smallest model first and the dense one last: heads kept, and the call that loads it."""
     metrics = documents.metrics
     if metrics is None:
         return {"kept": [], "uses": [], "start": 0}
