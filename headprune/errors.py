@@ -1,4 +1,4 @@
-"""headprune's errors: what is wrong, where, and what to try."""
+"""headprune's errors: what is wrong, where, and what to try; and what registers need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import errno
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -62,6 +64,12 @@ def registered(register: Mapping[str, T], kind: str, name: str) -> T:
     if name not in register:
         raise HeadPruneError(f"There is no {kind} {name!r}.", f"Choose from {', '.join(register)}.")
     return register[name]
+
+
+def import_files(package: str, paths: list[str]) -> None:
+    """Import every file of a package, so that it is enough for a file to be there to register what is in it."""
+    for file in iter_modules(paths):
+        import_module(f"{package}.{file.name}")
 
 
 def first_line(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """What CONTRIBUTING tells a newcomer works, as it is written there."""
 
 import ast
-import importlib
 import re
 import sys
 import textwrap
@@ -123,16 +122,10 @@ def test_the_example_of_an_export_format_writes(tmp_path: Path) -> None:
         assert done.path.is_file()
 
 
-@pytest.mark.parametrize(
-    ("room", "decorator"),
-    [("scoring", "method"), ("planning", "strategy"), ("budgets", "budget"), ("exporting", "exporter")],
-)
-def test_every_file_that_registers_is_imported(room: str, decorator: str) -> None:
-    importlib.import_module(f"headprune.{room}")
-    files = [p for p in (ROOT / "headprune" / room).glob("[!_]*.py") if f"\n@{decorator}(" in p.read_text()]
-    assert files
-    for path in files:
-        assert f"headprune.{room}.{path.stem}" in sys.modules
+@pytest.mark.parametrize("room", ["scoring", "planning", "budgets", "exporting"])
+def test_every_file_that_may_register_something_is_imported(room: str) -> None:
+    files = {f"headprune.{room}.{path.stem}" for path in (ROOT / "headprune" / room).glob("[!_]*.py")}
+    assert set() < files <= sys.modules.keys()
 
 
 def test_test_files_import_from_support_alone() -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.scoring import METHODS
 from tests.support import problems
 from tests.support.cases import without
 from tests.support.causal import OwnLoss
@@ -26,12 +27,8 @@ from tests.support.plain import WIDTH, Attention
 from tests.support.problems import cross_entropy, double, per_example_loss, quick, scaled, small, split, unlabelled
 from tests.support.zoo import ZOO, TorchEncoder, bert, labelled, llama, randomise, sizes, t5, text, wav2vec2
 
-LOOKING = [  # at data
-    "ablation", "mean-ablation", "resample-ablation", "gradient", "signed-gradient", "fisher", "l0", "dsp", "integrated-gradients",
-    "shapley", "entropy", "confidence", "output-norm",
-]  # fmt: skip
-REAL_METHODS = [*LOOKING, "weight-norm"]
-METHODS = [*REAL_METHODS, "random"]
+REAL_METHODS = [m for m in METHODS if m != "random"]
+LOOKING = [m for m in REAL_METHODS if m != "weight-norm"]  # at data
 MEANS = [m for m in REAL_METHODS if m not in ("shapley", "l0", "dsp")]  # over examples, each scored for itself
 EFFECTS = [m for m in REAL_METHODS if m not in ("l0", "dsp")]  # what one head does, not its rank among others
 WEIGHING = [m for m in EFFECTS if m not in ("entropy", "confidence")]  # what a head says, not where it looks

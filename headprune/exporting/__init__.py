@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from headprune.checkpoint import NotStockError, load_call, prove_same_answers, save, to_stock
-from headprune.errors import HeadPruneError, check_link, check_text, check_writable
-from headprune.exporting import gguf, onnx
+from headprune.errors import HeadPruneError, check_link, check_text, check_writable, import_files
 from headprune.exporting.engines import bench_files, is_exported, time_onnx
 from headprune.exporting.formats import FORMATS, Exported, Format, exporter, format_named
 from headprune.files import atomic_folder, locked
@@ -27,7 +26,9 @@ from headprune.pruned import structure_of
 from headprune.running import evaluating
 
 __all__ = ["FORMATS", "Exported", "bench_files", "check_place", "export", "exporter", "format_named", "is_exported"]
-__all__ += ["gguf", "onnx", "time_onnx"]
+__all__ += ["time_onnx"]
+
+import_files(__name__, __path__)  # the formats
 
 
 def export(

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from headprune.errors import HeadPruneError, registered
+from headprune.errors import HeadPruneError, import_files, registered
 from headprune.fingerprint import has_identity, identity
-from headprune.planning import search as search  # registers its strategies
-from headprune.planning import uniform as uniform  # and this its own
 from headprune.planning.order import GROUPS, SLICES, Constraints, Order
 from headprune.planning.strategies import AUTO, STRATEGIES, Search, Strategy, abouts, strategy
 from headprune.plans import Keep, PruningPlan, heads_to_keep
@@ -18,6 +16,8 @@ __all__ = [
     "AUTO", "GROUPS", "SLICES", "STRATEGIES", "Constraints", "Order", "Search", "abouts", "arrange", "check_strategy", "needs_scores", "plan",
     "strategy", "strategy_named",
 ]  # fmt: skip
+
+import_files(__name__, __path__)  # the strategies
 
 Quality = Callable[[PruningPlan], float]
 

@@ -13,13 +13,12 @@ from torch import nn
 from headprune.arguments import layers_for, listed, together
 from headprune.attention import AttentionLayer, Layers
 from headprune.batches import nonempty
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, import_files
 from headprune.fingerprint import identity, versions
 from headprune.inputs import check_weights, model_device
 from headprune.losses import ExampleLoss, LossFn
 from headprune.parallel import current
 from headprune.running import Progress, no_progress, quiet
-from headprune.scoring import ablation, attribution, gradient, learned, statistics
 from headprune.scoring.base import DEFAULT_METHODS, METHODS, Estimate, Problem, Settings, method, method_and_settings
 from headprune.scoring.replay import DisagreementError
 from headprune.scoring.scores import HeadScores, agreement, load_scores, save_scores
@@ -30,10 +29,10 @@ from headprune.uncertainty import split_half
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-__all__ = [
-    "DEFAULT_METHODS", "METHODS", "HeadScores", "Settings", "ablation", "agreement", "attribution", "gradient", "learned", "load_scores",
-    "method", "method_and_settings", "save_scores", "score", "statistics",
-]  # fmt: skip
+__all__ = ["DEFAULT_METHODS", "METHODS", "HeadScores", "Settings", "agreement", "load_scores", "method"]
+__all__ += ["method_and_settings", "save_scores", "score"]
+
+import_files(__name__, __path__)  # the methods
 
 
 def score(

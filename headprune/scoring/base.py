@@ -304,6 +304,7 @@ class Method:
     Attributes:
         loss: Whether the scores depend on the loss, and so on labels, where there are any.
         settings: The fields of `Settings` that it reads, beside ``normalise``, which all do.
+        passes: Forward passes over the examples that it takes, about; a backward pass counts as two.
     """
 
     name: str
@@ -312,6 +313,7 @@ class Method:
     about: str
     loss: bool = True
     settings: tuple[str, ...] = ()
+    passes: float = 3.0
 
 
 METHODS: dict[str, Method] = {}
@@ -327,11 +329,13 @@ def method_named(name: str) -> Method:
     return registered(METHODS, "scoring method", name)
 
 
-def method(name: str, unit: str, *, loss: bool = True, settings: tuple[str, ...] = ()) -> Callable[[Run], Run]:
+def method(
+    name: str, unit: str, *, loss: bool = True, settings: tuple[str, ...] = (), passes: float = 3.0
+) -> Callable[[Run], Run]:
     """Register a scoring method under a name; the first line of its docstring describes it. The rest is as in `Method`."""
 
     def register(run: Run) -> Run:
-        METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().partition("\n")[0], loss, settings)
+        METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().partition("\n")[0], loss, settings, passes)
         return run
 
     return register

@@ -82,7 +82,7 @@ def output_norm(problem: Problem) -> Estimate:
     return _mean_over_examples(problem, "output-norm", batches, measure, **details)
 
 
-@method("weight-norm", unit="Frobenius norm of the head's columns of W_O", loss=False)
+@method("weight-norm", unit="Frobenius norm of the head's columns of W_O", loss=False, passes=0)
 def weight_norm(problem: Problem) -> Estimate:
     """Magnitude: ``||W_O[:, h]||_F``, the smallest weights being pruned first as in Han et al. (2015), without any data.
 
@@ -94,7 +94,7 @@ def weight_norm(problem: Problem) -> Estimate:
     return Estimate.without_error(values, "it does not look at data")
 
 
-@method("random", unit="none (a uniform draw)", loss=False)
+@method("random", unit="none (a uniform draw)", loss=False, passes=0)
 def random(problem: Problem) -> Estimate:
     """Uniform draws from the seed. A method is worth its time only where it beats this.
 

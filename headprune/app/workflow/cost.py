@@ -22,7 +22,7 @@ from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.parallel import current
 from headprune.running import config_kept, evaluating
-from headprune.scoring import HeadScores, method_and_settings
+from headprune.scoring import METHODS, HeadScores, method_and_settings
 
 _REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's, taken once
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
@@ -136,8 +136,6 @@ def _passes(method: str, scene: Scene, batches: int) -> float:
     """Passes over the scoring examples that a scoring method makes."""
     name, settings = method_and_settings(method)
     heads = sum(layer.num_heads for layer in scene.maskable)
-    if name in ("weight-norm", "random"):
-        return 0.0
     if name == "shapley":
         return heads * max(1.0, (settings.permutations or 128) / batches) / 2
     if name in ("l0", "dsp"):
@@ -145,7 +143,7 @@ def _passes(method: str, scene: Scene, batches: int) -> float:
     if name == "integrated-gradients":
         return 3.0 * (settings.steps or 8)
     if "ablation" not in name:
-        return 3.0
+        return METHODS[name].passes
     # A head's pass begins at its layer. If few examples are ablated, gradients on all estimate the rest.
     few = min(1.0, (settings.examples or math.inf) / len(scene.parts.score)) if name == "ablation" else 1.0
     return 1 + heads / 2 * few + (3.0 if few < 1 else 0.0)
