@@ -1,4 +1,4 @@
-"""headprune: which attention heads matter, and what happens when the others go.
+"""headprune: find out which attention heads of a transformer matter, and prune the others.
 
 >>> import headprune as hp
 """

@@ -1,6 +1,6 @@
-"""`prune` and `repair` as users call them: the model that they changed saves itself by headprune from then on.
+"""The public `prune` and `repair`: after them, the model's own ``save_pretrained`` and ``push_to_hub`` are headprune's.
 
-This is the one place that knows both how models are changed and how they are saved.
+Only this file depends on both changing models and saving them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def _saves_itself(change: Callable[P, R]) -> Callable[P, R]:
-    """``change``, after which the ``save_pretrained`` of the model that it was given writes a folder that `load` reads."""
+    """Decorator: after ``change(model, …)``, the model's ``save_pretrained`` writes a folder that `load` reads."""
 
     @functools.wraps(change)
     def changed(*args: P.args, **kwargs: P.kwargs) -> R:

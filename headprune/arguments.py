@@ -1,4 +1,4 @@
-"""How the public functions read their arguments: batches as a list, and layers where none are given."""
+"""Argument handling of the public functions: batches as a list, layers from a trace if none are given, and accelerators."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Plan = PruningPlan | Mapping[str, Sequence[int]]
 
 
 def listed(batches: Iterable[Any], name: str = "batches") -> list[Any]:
-    """Batches as a list, so that they can be read more than once: a generator is consumed here and only here.
+    """Batches as a list, so that they can be read more than once; consumes a generator.
 
     Args:
         name: The argument's name, for the message.
 
     Raises:
-        HeadPruneError: It is one batch, or does not hold batches.
+        HeadPruneError: The argument is a single batch, or does not hold batches.
     """
     if isinstance(batches, Mapping | Tensor | str | bytes) or not isinstance(batches, Iterable):
         message = f"{name} is a {type(batches).__name__}, not a list of batches."
@@ -45,7 +45,7 @@ def given_to_choose(choose: Iterable[Any], batches: Sequence[Any]) -> list[Any]:
     """The batches of ``choose=`` that hold examples.
 
     Raises:
-        HeadPruneError: There are none, or one is in ``batches`` too.
+        HeadPruneError: None does, or one is also in ``batches``.
     """
     kept = [batch for batch in listed(choose, "choose") if not is_empty(batch)]
     if not kept:
@@ -62,13 +62,13 @@ def given_to_choose(choose: Iterable[Any], batches: Sequence[Any]) -> list[Any]:
 
 @contextmanager
 def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequence[Any]) -> Iterator[Ranks]:
-    """The work on a model is shared out among an Accelerator's processes, while the context lasts; nothing changes with None.
+    """Share the work on a model among an Accelerator's processes while the context lasts; None changes nothing.
 
     Args:
-        batches: All of them, on every process.
+        batches: All batches, on every process.
 
     Raises:
-        HeadPruneError: The processes were given different models or batches, or a model that talks to the others by itself.
+        HeadPruneError: The processes were given different models or batches, or the model is wrapped in DistributedDataParallel.
     """
     if accelerator is not None and isinstance(model, nn.parallel.DistributedDataParallel):
         raise HeadPruneError("The model is wrapped for several processes.", "Pass accelerator.unwrap_model(model).")
@@ -92,10 +92,10 @@ def heads_of(plan: Plan) -> Mapping[str, Sequence[int]]:
 def layers_for(
     model: nn.Module, layers: Layers | None, example: Example | None = None, batches: Sequence[Any] = ()
 ) -> Layers:
-    """The given layers, or those that a trace finds: with the example, else the first batch, else a made-up input.
+    """The given layers, or those that a trace finds on the example, otherwise on the first batch, otherwise on a made-up input.
 
     Raises:
-        HeadPruneError: Nothing was given, and the model's input is not known; or the trace finds no attention.
+        HeadPruneError: Nothing was given and no input can be made up, or the trace finds no attention.
     """
     if layers is not None:
         return layers

@@ -1,9 +1,9 @@
-"""Which tensors of a batch hold one part for every example, and along which dimension.
+"""Find the batch dimension of every tensor in a batch, and select examples along it.
 
-It need not be the first dimension. A causal mask ``[tokens, tokens]`` has as many rows as there are examples if the texts are
-as long as the batch is large, and a module may take ``[tokens, batch, width]``. So `find_rows` goes by the names of transformers'
-arguments and by batches of different sizes; what these leave open is tried on the model, whose answers to the examples must stay
-the same when they come in another order, and is refused if they do not.
+The batch dimension need not be the first. A module may take ``[tokens, batch, width]``, and a causal mask ``[tokens, tokens]`` has
+none, but may have as many rows as there are examples. So `find_rows` uses the names of transformers' arguments and compares batches
+of different sizes. If that leaves a doubt, it tests a layout on the model: reordered examples must get the same answers. If none
+passes, it raises an error.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from headprune.inputs import ADDED, LABELS, tensors
 from headprune.memory import is_out_of_memory
 
 Path = tuple[str | int, ...]
-"""Where a tensor is in a batch: keys and positions, from the outside in."""
+"""A tensor's place in a batch: keys and indices, from the outside in."""
 Answers = Callable[[Any], Sequence[Tensor]]
 
-# Arguments of transformers' models that have one row for every example by definition.
+# Arguments of transformers models whose first dimension is always the batch.
 _NAMED = (
     *LABELS, "input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values", "attention_mask", "token_type_ids",
     "bbox", "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", *ADDED,
@@ -34,20 +34,20 @@ _NO_TENSOR = HeadPruneError("A batch holds no tensor.", "Give dicts of tensors, 
 
 @dataclass(frozen=True)
 class Rows:
-    """How examples lie in batches.
+    """The batch dimensions of the tensors in batches.
 
     Attributes:
-        dims: From `find_rows`: for tensors by their path, the dimension that counts examples; None for a tensor that all examples
-            share. For a tensor that is not in it, its name decides.
+        dims: From `find_rows`: path of a tensor -> its batch dimension; None for a tensor that all examples share. For other paths,
+            the tensor's name decides.
     """
 
     dims: Mapping[Path, int | None] = field(default_factory=dict)
 
     def dim(self, path: Path) -> int | None:
-        """The dimension of a tensor that counts examples; None if all examples share it.
+        """The batch dimension of a tensor; None if all examples share it.
 
         Raises:
-            HeadPruneError: That is not known.
+            HeadPruneError: It is not known.
         """
         if path in self.dims:
             return self.dims[path]
@@ -57,10 +57,10 @@ class Rows:
         raise HeadPruneError(message, "Look at it together with its model (headprune.batches.find_rows).")
 
     def size(self, batch: Any) -> int:
-        """Examples in a batch.
+        """Number of examples in a batch.
 
         Raises:
-            HeadPruneError: It has no tensor with a part for every example.
+            HeadPruneError: No tensor has a batch dimension.
         """
         named = _by_path(batch)
         for path in sorted(named, key=_rank):  # known names first: `find_rows` may not have seen the others
@@ -69,7 +69,7 @@ class Rows:
         raise _NO_TENSOR
 
     def take(self, batch: Any, index: Sequence[int]) -> Any:
-        """Some examples of a batch, in this order; tensors that all examples share stay whole."""
+        """Select examples of a batch, in the order of ``index``; tensors that all examples share stay whole."""
 
         def some(path: Path, value: Tensor) -> Tensor:
             dim = self.dim(path) if value.ndim else None
@@ -78,23 +78,23 @@ class Rows:
         return _map(batch, some)
 
     def singles(self, batch: Any) -> list[Any]:
-        """A batch as batches of one example."""
+        """Split a batch into batches of one example."""
         return [self.take(batch, [i]) for i in range(self.size(batch))]
 
     def table(self, batch: Any, name: str) -> Tensor | None:
-        """The tensor of this name if it is ``[examples, tokens]``, as a mask of padding is, unlike a causal mask; else None."""
+        """The tensor of this name if it is ``[examples, tokens]``, such as a padding mask (but not a causal mask); otherwise None."""
         value = batch.get(name) if isinstance(batch, Mapping) else None
         dim = next((dim for path, dim in self.dims.items() if path[-1:] == (name,)), 0)
         return value if isinstance(value, Tensor) and value.ndim == 2 and dim == 0 else None
 
     def lengths(self, batch: Any) -> Tensor:
-        """The tokens of every example ``[examples]``, by the first table of zeros and ones; 0 without one."""
+        """Number of tokens of every example, ``[examples]``, from the first 0/1 mask ``[examples, tokens]``; zeros without one."""
         tables = [t for path, t in _by_path(batch).items() if t.ndim == 2 and self.dim(path) == 0]
         mask = next((t for t in tables if bool(((t == 0) | (t == 1)).all())), None)
         return torch.zeros(self.size(batch), dtype=torch.long) if mask is None else (mask != 0).sum(1)
 
     def unlike(self, batch: Any) -> list[int]:
-        """The numbers of up to three examples of a batch, of different length: a model may cut padding out."""
+        """Indices of up to three examples of a batch, of different lengths if possible, since a model may remove padding."""
         lengths = self.lengths(batch)
         if not lengths.any():
             return list(range(min(len(lengths), 3)))
@@ -102,12 +102,12 @@ class Rows:
         return list(dict.fromkeys((order[-1], order[0], order[len(order) // 2])))
 
     def lead(self, batch: Any, shapes: Callable[[Any], Sequence[torch.Size]]) -> bool:
-        """Whether some tensors within the model have the examples' rows, one example after another.
+        """Whether the first dimension of some tensors inside the model is the batch, or the batch times something.
 
-        Compares how many rows two and three examples have; gates alone would not show it where the loss reads only one token.
+        Compares two examples with three. Gradients of gates would not show it if the loss depends on only one token.
 
         Args:
-            shapes: The shapes of these tensors, when the model sees a batch.
+            shapes: Runs the model on a batch, and returns the shapes of these tensors.
         """
         last = 1 % self.size(batch)
         two, three = (shapes(self.take(batch, index)) for index in ([0, last], [0, last, 0]))
@@ -115,7 +115,7 @@ class Rows:
 
 
 def is_empty(batch: Any) -> bool:
-    """Whether a batch holds no example: its labels, or else its first tensor, have no element."""
+    """Whether a batch holds no example: its labels, or without labels its first tensor, have no element."""
     first = _first(batch)
     return first is not None and not first.numel()
 
@@ -124,7 +124,7 @@ def nonempty(batches: Iterable[Any], purpose: str) -> list[Any]:
     """The batches that hold examples.
 
     Raises:
-        HeadPruneError: There is none.
+        HeadPruneError: No batch does.
     """
     kept = [batch for batch in batches if not is_empty(batch)]
     if not kept:
@@ -133,21 +133,21 @@ def nonempty(batches: Iterable[Any], purpose: str) -> list[Any]:
 
 
 def apparent_size(batch: Any) -> int:
-    """How many examples a batch seems to hold, by its labels or else its first tensor: for messages and counts only."""
+    """A guess of the batch size, from the labels or the first tensor; only for messages and counts."""
     first = _first(batch)
     return 0 if first is None else first.shape[0]
 
 
 def cost_of(batch: Any) -> float:
-    """About how long a pass over a batch takes, relative to others."""
+    """Approximate relative cost of a forward pass on a batch: its number of elements."""
     return float(sum(t.numel() for t in tensors(batch)))
 
 
 def by_names(example: Any) -> Rows:
-    """How examples lie in one batch, without a model to try it on: by names, else along the first dimension.
+    """The batch dimensions of one batch, without a model to test them on: by names, otherwise the first dimension.
 
     Raises:
-        HeadPruneError: A tensor may be shared, or have its examples in another dimension.
+        HeadPruneError: Several dimensions of a tensor could be the batch.
     """
     size, unnamed = apparent_size(example), {}
     for path, t in _by_path(example).items():
@@ -159,9 +159,9 @@ def by_names(example: Any) -> Rows:
 
 
 def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) -> dict[str, Any]:
-    """A batch of a given size (and length, for texts), made by repeating an example's rows (and tokens).
+    """A batch of a given size (and length, for texts) for timing, made by repeating an example's rows (and tokens).
 
-    The values of the tokens do not change the time, and a full attention mask is the worst case.
+    Token values do not change the time, and a full attention mask is the worst case.
     """
     rows = by_names(example)
     repeated: dict[str, Any] = rows.take(example, [i % rows.size(example) for i in range(batch)])
@@ -178,19 +178,19 @@ def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) ->
 
 
 def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Rows:
-    """How examples lie in these batches, none of which is empty.
+    """Find the batch dimensions of the tensors in these batches, none of which is empty.
 
-    The first dimension of the labels counts them, else that of a tensor which transformers names, else that of the first tensor.
-    Other tensors have them along the first dimension that is as long in every batch. Where that may be chance, it is tried; and then
-    that all examples share these tensors.
+    The batch size is the first dimension of the labels, without labels that of a tensor whose name transformers defines, otherwise that
+    of the first tensor. In other tensors, the batch is the first dimension that has this size in every batch. If that may be a
+    coincidence, the model decides (`_agrees`): first this layout is tested, then one in which all examples share these tensors.
 
     Args:
-        model: Its arguments' names count if it is a transformers model.
+        model: For a transformers model, the names of arguments are used.
         batches: Dicts, tensors, or pairs ``(inputs, labels)``.
-        answers: The model's answers to a batch: tensors, at least one of which has a part for each example.
+        answers: The model's answers to a batch: tensors, at least one of them with a batch dimension.
 
     Raises:
-        HeadPruneError: It is not clear what the dimensions of a tensor mean; the error names it.
+        HeadPruneError: A tensor's batch dimension is ambiguous; the error names the tensor.
     """
     known = [{path: t for path, t in _by_path(batch).items() if t.ndim} for batch in batches]
     paths = list(dict.fromkeys(path for named in known for path in named))
@@ -200,7 +200,7 @@ def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Row
     lead = min(paths, key=lambda path: _rank(path, names))
     sizes = [len(named[lead]) if lead in named else 0 for named in known]
     layout: dict[Path, int | None] = {lead: 0}
-    doubtful: dict[Path, bool] = {}  # whether several dimensions may count examples
+    doubtful: dict[Path, bool] = {}  # whether several dimensions may be the batch
     for path in paths:
         shapes = [(named[path].shape, size) for named, size in zip(known, sizes, strict=True) if path in named and size]
         least = min((len(shape) for shape, _ in shapes), default=0)
@@ -210,7 +210,7 @@ def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Row
         if dims and not certain and (path == lead or len(dims) > 1 or len({size for _, size in shapes}) == 1):
             doubtful[path] = path == lead or len(dims) > 1
     holding = [path for path, dim in layout.items() if dim is not None and path != lead]
-    # Labels count the examples, and only one tensor can hold them.
+    # The labels give the batch size, and only one other tensor can hold the examples.
     if not doubtful or max(sizes) == 1 or (len(holding) == 1 and doubtful == {holding[0]: False}):
         return Rows(layout)
     smallest = min(range(len(batches)), key=lambda i: sizes[i] or math.inf)
@@ -223,14 +223,14 @@ def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Row
 
 
 def _agrees(batch: Any, rows: Rows, size: int, answers: Answers) -> bool | None:
-    """Whether examples get the answers that they get in their batch, taken out in another order and some twice.
+    """Whether examples get the same answers when they are reordered, and some repeated, along the dimensions in ``rows``.
 
-    True also if the model does not run, whose own error comes later; None if its answers show no examples.
+    Also True if the model does not run at all, since its own error comes later; None if no answer has a batch dimension.
 
     Raises:
-        HeadPruneError: As the answers.
+        HeadPruneError: ``answers`` raises it for the unchanged batch.
     """
-    # More examples than before, so that one row of a table is not broadcast; and a number that no dimension has.
+    # A larger batch, so that a single row is not broadcast, of a size that no dimension has.
     sides = {side for t in tensors(batch) for side in t.shape}
     more = next(n for n in range(size + 1, size + 2 + len(sides)) if n not in sides)
     index = [(i + 1) % size for i in range(more)]
@@ -248,9 +248,9 @@ def _agrees(batch: Any, rows: Rows, size: int, answers: Answers) -> bool | None:
 
 
 def _follows(whole: Tensor, again: Tensor, index: Sequence[int], size: int) -> bool:
-    """Whether an answer has the same parts for the same examples, along whichever dimension."""
+    """Whether an answer to reordered examples is the reordered answer, along any dimension."""
     dim = next((d for d, (a, b) in enumerate(zip(whole.shape, again.shape, strict=False)) if a != b), -1)
-    each = whole.shape[dim] // size  # tokens flattened into rows, maybe
+    each = whole.shape[dim] // size  # more than 1 if tokens are flattened into rows
     parts = torch.tensor([i * each + j for i in index for j in range(each)], dtype=torch.long, device=whole.device)
     wanted = whole.index_select(dim, parts)
     if wanted.shape != again.shape or not wanted.is_floating_point():
@@ -261,7 +261,7 @@ def _follows(whole: Tensor, again: Tensor, index: Sequence[int], size: int) -> b
 
 
 def _by_path(batch: Any) -> dict[Path, Tensor]:
-    """Every tensor in a batch."""
+    """Every tensor in a batch, by path."""
     named: dict[Path, Tensor] = {}
     _map(batch, named.setdefault)
     return named
@@ -284,7 +284,7 @@ def _first(batch: Any) -> Tensor | None:
 
 
 def _rank(path: Path, names: Sequence[str] = _NAMED) -> tuple[int, int]:
-    """How likely a tensor's first dimension is to count examples; labels before inputs."""
+    """Sort key: tensors whose first dimension is most likely the batch come first; labels before inputs."""
     name = _name(path)
     return names.index(name) if name in names else len(names), -(path[0] if path and isinstance(path[0], int) else 0)
 

@@ -1,8 +1,8 @@
 """Documents: dataclasses as JSON files, checked by pydantic when they are read.
 
-A document is a frozen dataclass of plain values. What is read must be what this version writes: an unknown key, a missing one or a value
-of another type is an error that names its place, since what this version does not understand could make its report wrong. A field with a
-default was added later, or is there only where it applies: files without it are readable.
+A document is a frozen dataclass of plain values. Reading is strict: an unknown key, a missing key or a value of another type is an error
+that names its place, since content that this version does not understand could make its report wrong. Only fields with a default may be
+missing: they were added in a later version, or do not always apply.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headprune.files import read_json, write_json
 T = TypeVar("T")
 
 Count = Annotated[int, Field(ge=0)]
-"""How many there are of something, or which one of them, counted from 0."""
+"""A count, or an index from 0."""
 
 
 def _check_beside(name: str) -> str:
@@ -31,23 +31,23 @@ def _check_beside(name: str) -> str:
 
 
 Beside = Annotated[str, AfterValidator(_check_beside)]
-"""The name of a file or folder beside the document: no path, so it leads nowhere else."""
+"""The name of a file or folder beside the document; never a path to another folder."""
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
 def to_json(value: Any) -> dict[str, Any]:
-    """A dataclass as plain values, as `headprune.files.dumps` takes them."""
+    """A dataclass as plain values, for `headprune.files.dumps`."""
     values: dict[str, Any] = _adapter(type(value)).dump_python(value, by_alias=True)
     return values
 
 
 def from_json(kind: type[T], data: Any) -> T:
-    """The dataclass that plain values describe.
+    """Build a dataclass from plain values.
 
     Raises:
-        ValueError: What is wrong, and its place.
+        ValueError: The values do not fit; the error says what is wrong and where.
     """
     try:
         value: T = _adapter(kind).validate_python(data)
@@ -59,16 +59,16 @@ def from_json(kind: type[T], data: Any) -> T:
 
 
 class File:
-    """A dataclass that is a whole file; subclasses name their ``kind``."""
+    """Base class of dataclasses that are stored as one file; subclasses set ``kind``."""
 
     kind: ClassVar[str]
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What a file holds.
+        """Read and check a file.
 
         Raises:
-            HeadPruneError: No such file, not JSON, another kind of document, or a wrong one; the message names the key.
+            HeadPruneError: No such file, not JSON, another kind of document, or an invalid one; the message names the key.
         """
         data = read_json(path, cls.kind)
         try:
@@ -80,11 +80,11 @@ class File:
         raise HeadPruneError(f"{path} is damaged, or of another version: {problem}.", "Make it again.") from None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The document as plain values."""
         return to_json(self)
 
     def write(self, path: Path) -> None:
-        """Write the file; readers see the old one or this one."""
+        """Write the file atomically."""
         write_json(path, self.kind, self.to_json())
 
 
@@ -92,7 +92,7 @@ _TYPES = {bool: "true or false", int: "a valid integer", float: "a valid number"
 
 
 def _first_difference(given: Any, read: Any, place: tuple[Any, ...] = ()) -> str:
-    """The first key that is not known, or value that pydantic took for one of another type (true for 1, "3" for 3); "" if there is none."""
+    """The first unknown key, or value that pydantic converted to another type (true to 1, "3" to 3), in words; "" if there is none."""
     where = " › ".join(map(str, place))
     if isinstance(given, dict) and isinstance(read, dict):
         if unknown := [key for key in given if key not in read]:
@@ -109,7 +109,7 @@ def _first_difference(given: Any, read: Any, place: tuple[Any, ...] = ()) -> str
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The first thing that pydantic found wrong, with its place in the document."""
+    """The first error that pydantic found, with its place in the document."""
     first = error.errors(include_url=False)[0]
     place = " › ".join(map(str, first["loc"]))
     if first["type"] == "missing":

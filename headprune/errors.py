@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class HeadPruneError(Exception):
-    """A mistake of the user's or a limit of headprune's.
+    """Raised for a user's mistake or a limit of headprune.
 
     Args:
         message: What is wrong and where (layer, head, row, file).
@@ -32,15 +32,15 @@ class HeadPruneError(Exception):
 
 
 class PruneError(HeadPruneError):
-    """A prune whose proof failed; the model is unchanged."""
+    """A prune failed its proof; the model is unchanged."""
 
 
 class ScoresError(HeadPruneError):
-    """Scores that there are, and that do not fit what is asked for."""
+    """Existing scores do not fit the request."""
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, or a signal that asks the process to stop, as batch systems and containers send it.
+    """Ctrl-C, or another signal to stop, such as from a batch system or container.
 
     Args:
         status: The command's exit status.
@@ -53,13 +53,13 @@ class Stopped(KeyboardInterrupt):
 
 
 def registered(register: Mapping[str, T], kind: str, name: str) -> T:
-    """An entry of a register by its name.
+    """Look up an entry of a registry by name.
 
     Args:
         kind: What the entries are, for the message.
 
     Raises:
-        HeadPruneError: There is none of that name.
+        HeadPruneError: No entry has this name.
     """
     if name not in register:
         raise HeadPruneError(f"There is no {kind} {name!r}.", f"Choose from {', '.join(register)}.")
@@ -73,16 +73,16 @@ def import_files(package: str, paths: list[str]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that is not empty, without a full stop; the error's class if there is none."""
+    """The first non-empty line of an error's text, without a full stop; the name of the error's class if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0].rstrip(".")
 
 
 def check_text(path: Path) -> None:
-    """Refuse a name that is no UTF-8 text: the libraries that read and write weights and data take none other.
+    """Refuse a path that is not valid UTF-8, which the libraries for weights and data do not accept.
 
     Raises:
-        HeadPruneError: It is none.
+        HeadPruneError: It is not.
     """
     try:
         str(path).encode()
@@ -92,10 +92,10 @@ def check_text(path: Path) -> None:
 
 
 def check_link(path: Path) -> None:
-    """Refuse a place to write to that lies behind a link which leads nowhere: it is not there, but nothing can be made there either.
+    """Refuse an output path with a dangling symbolic link in it: it does not exist, but cannot be created either.
 
     Raises:
-        HeadPruneError: It does.
+        HeadPruneError: There is such a link.
     """
     for place in (path, *path.absolute().parents):
         if place.is_symlink() and not place.exists():
@@ -104,7 +104,7 @@ def check_link(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be made or written to, before the work whose results it would hold.
+    """Refuse a folder that cannot be created or written to, before the work starts whose results it will hold.
 
     Raises:
         HeadPruneError: It cannot.
@@ -117,7 +117,7 @@ def check_writable(folder: Path) -> None:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not there.is_dir():
             raise HeadPruneError(f"{folder} cannot be written: {there} is a file.", "Choose a folder with -o.")
-        # Permissions do not say enough: root may do everything, but not on a read-only disk.
+        # Test by writing: permissions do not tell, for instance, that root cannot write to a read-only disk.
         with tempfile.TemporaryDirectory(prefix=".headprune-", dir=there) as tried:
             Path(tried, folder.name or "x").mkdir()
     except OSError as error:
@@ -125,7 +125,7 @@ def check_writable(folder: Path) -> None:
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-# What libraries say that do not raise an OSError with a number: safetensors, NumPy's `tofile`, and `torch.save`.
+# Error texts of libraries that raise no OSError with a number: safetensors, NumPy's `tofile`, and `torch.save`.
 _SAID = {
     errno.ENOSPC: "No space left on device|Disk quota exceeded|\\(os error (28|122)\\)|\\d+ requested and \\d+ written|"
     "inline_container.*unexpected pos",
@@ -134,15 +134,15 @@ _SAID = {
 
 
 def _number_of(error: BaseException) -> int:
-    """An error's number in `errno`; 0 if it is not the system's."""
+    """An error's `errno`, also from its text; 0 if it is no system error."""
     own = (isinstance(error, OSError) and error.errno) or 0
     return next((number for number, text in _SAID.items() if re.search(text, str(error))), own)
 
 
 def explained(error: BaseException) -> HeadPruneError | None:
-    """A message for an error of the system, which any step may raise; None for any other error.
+    """A HeadPruneError for a system error (full disk, no memory, missing permission), which any step may raise; otherwise None.
 
-    Libraries wrap such errors, and safetensors raises one that is not an OSError, so causes and texts are read.
+    Libraries wrap such errors, and safetensors raises one that is no OSError, so causes and texts are checked too.
     """
     for cause in causes(error):
         number, name = _number_of(cause), type(cause).__name__
@@ -169,19 +169,19 @@ def explained(error: BaseException) -> HeadPruneError | None:
 
 
 def _has_folder() -> bool:
-    """Whether the folder that this process is in is still there."""
+    """Whether the current working directory still exists."""
     with suppress(FileNotFoundError):
         return bool(Path.cwd())
     return False
 
 
 def is_of_the_disk(error: BaseException) -> bool:
-    """Whether a disk is full, read-only or broken, so that nothing else can be written there either."""
+    """Whether an error says that the disk is full, read-only or broken, so that nothing else can be written either."""
     return any(_number_of(cause) in _FULL | {errno.EFBIG, errno.EROFS, errno.EIO} for cause in causes(error))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what led to it."""
+    """An error and the chain of its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

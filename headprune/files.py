@@ -1,9 +1,9 @@
-"""Locks that one process holds, files and folders that are never half-written, JSON documents that say when they were changed, and digests of what they hold.
+"""Lock files, atomic writes of files and folders, JSON documents with checksums, and digests.
 
-JSON has no infinity and no NaN. Both have one form here, wherever a document holds them: ``{"float": "Infinity"}``,
-``{"float": "-Infinity"}`` and ``{"float": "NaN"}``, which `loads` reads back as the floats that they were.
+JSON has no infinity and no NaN. Documents hold them as ``{"float": "Infinity"}``, ``{"float": "-Infinity"}`` and ``{"float": "NaN"}``,
+which `loads` turns back into floats.
 
-A document also holds a checksum of what it says: one flipped bit turns a score of 0.31 into one of 0.71, and nothing else would tell.
+A document also holds a checksum of its content: one flipped bit can turn a score of 0.31 into 0.71, and nothing else would show it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from headprune.errors import HeadPruneError, check_link, first_line
 
-_PATIENCE = 0.35  # seconds: another process may hold the lock only to see whether it is free
+_PATIENCE = 0.35  # seconds: another process may hold the lock just to test whether it is free
 _NO_LOCKS = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK}  # a file system without `flock`
 _held: set[Path] = set()  # by this process
 
@@ -38,20 +38,20 @@ class BusyError(HeadPruneError):
 
 @contextmanager
 def locked(path: Path, what: str, command: str, patience: float = _PATIENCE) -> Iterator[None]:
-    """Only this process holds the lock while the context lasts; its folder is made if it is missing, and goes again if it is empty.
+    """Hold a lock file while the context lasts; missing folders are created, and removed afterwards if empty.
 
-    The kernel knows which process holds it (``flock``), so one that was killed blocks nobody; on NFS the server does the same. Where a
-    file system has no such locks, filelock goes by the process that the file names, as far as it can be seen from here.
+    The kernel tracks the holder (``flock``), or on NFS the server does, so a killed process blocks nobody. On a file system without
+    such locks, filelock checks whether the process named in the file still runs, as far as this machine can tell.
 
     Args:
-        path: The file; it exists only while the lock is held, or after a kill.
-        what: What is locked, for the messages.
-        command: What this process is doing, for the messages of other processes.
+        path: The lock file; it exists only while the lock is held, or after a kill.
+        what: What is locked, for messages.
+        command: The command of this process, for messages in other processes.
         patience: Seconds to wait for another process.
 
     Raises:
-        BusyError: Another process has it; the message says which.
-        HeadPruneError: The file cannot be written.
+        BusyError: Another process holds the lock; the message says which.
+        HeadPruneError: The lock file cannot be written.
     """
     note = ""
     missing = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
@@ -84,12 +84,12 @@ def locked(path: Path, what: str, command: str, patience: float = _PATIENCE) -> 
 
 
 def is_held(path: Path) -> bool:
-    """Whether this process has a lock."""
+    """Whether this process holds the lock."""
     return path.resolve() in _held
 
 
 def is_taken(path: Path) -> bool:
-    """Whether another process has a lock now."""
+    """Whether another process holds the lock now."""
     if is_held(path) or not path.exists():
         return False
     try:
@@ -114,10 +114,10 @@ def _acquired(path: Path, patience: float) -> BaseFileLock:
 SCHEMA = 1
 CHECKSUM = "checksum"
 
-_DEEPEST = 100  # values within values, of a document
+_DEEPEST = 100  # levels of nesting in a document
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-# Whole numbers in a list go on one line, as a person would write the heads of a layer. JSON escapes line ends within
-# strings, so what spans lines is never part of one.
+# Lists of integers, such as a layer's heads, go on one line. JSON escapes line ends in strings, so a match that spans
+# lines is never inside a string.
 _INTEGERS = re.compile(r"\[\n\s*-?\d+(?:,\n\s*-?\d+)*\n\s*\]")
 
 
@@ -126,11 +126,11 @@ _INTEGERS = re.compile(r"\[\n\s*-?\d+(?:,\n\s*-?\d+)*\n\s*\]")
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write under a temporary name beside ``path``, then renamed: readers see the old file or the new one."""
+    """Write a file under a temporary name beside ``path``, then rename it: readers see the old file or the complete new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # of a killed run; or somebody's link, which must not be followed
+        temporary.unlink(missing_ok=True)  # left by a killed run; or a link, which must not be followed
         with open(temporary, "xb") as file:
             yield file
             file.flush()
@@ -141,14 +141,14 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a whole file atomically; a text in UTF-8."""
+    """Write a file atomically; text as UTF-8."""
     with atomic_file(path) as file:
         file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 @contextmanager
 def atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A new folder beside ``path`` to write to; it takes the place of ``path`` when the block ends without an error.
+    """Yield a new folder beside ``path``, which replaces ``path`` when the block ends without an error.
 
     Raises:
         HeadPruneError: ``path`` exists and is not empty, and ``overwrite`` is False; or another process writes it.
@@ -159,7 +159,7 @@ def atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
         _finish_swap(path)
         if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
             raise HeadPruneError(f"{path} exists.", "Choose another folder, or allow overwriting.")
-        shutil.rmtree(new, ignore_errors=True)  # of a process that was killed while it wrote
+        shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed while writing
         new.mkdir()
         try:
             yield new
@@ -172,7 +172,7 @@ def atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def recover_folder(path: Path) -> None:
-    """Put a folder back whose replacement was cut short by a kill."""
+    """Restore a folder if a process was killed while replacing it."""
     if not path.exists() and _set_aside(path).exists():
         with _locked(path):
             _finish_swap(path)
@@ -183,22 +183,22 @@ def _locked(path: Path) -> Any:
 
 
 def _set_aside(path: Path) -> Path:
-    """Where a folder is while another takes its place."""
+    """The temporary path of the old folder during a replacement."""
     return path.with_name(f".{path.name}.old")
 
 
 def _finish_swap(path: Path) -> None:
-    """Remove the old folder of a swap, also of one that was killed; or put it back if there is no new one."""
+    """Finish a replacement, also after a kill: remove the old folder, or put it back if there is no new one."""
     old = _set_aside(path)
     if not path.exists() and old.exists():
         os.replace(old, path)
     else:
-        with suppress(OSError):  # what cannot be removed must not undo a save: on NFS a file that is still open, say
+        with suppress(OSError):  # a failed removal, such as of an open file on NFS, must not undo a save
             remove(old)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that it holds; nothing if there is none."""
+    """Remove a file, a link, or a folder with its content; a missing path is no error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -209,32 +209,32 @@ def remove(path: Path) -> None:
 
 
 def dumps(data: Any) -> str:
-    """JSON that any reader takes: infinities and NaN in the form above, NumPy's numbers as numbers, tuples as lists.
+    """Standard JSON: infinities and NaN as in the module's docstring, NumPy's numbers as numbers, tuples as lists.
 
     Raises:
-        HeadPruneError: Something that JSON cannot hold; the message says where.
+        HeadPruneError: A value that JSON cannot hold; the message says where.
     """
     text = json.dumps(_plain(data, "the document"), indent=1, ensure_ascii=False, allow_nan=False)
-    # A file name may hold bytes that are no text. JSON can write them: as escapes.
+    # A file name may hold bytes that are not valid text: write them as escapes.
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return _INTEGERS.sub(lambda match: " ".join(match[0].split()).replace("[ ", "[").replace(" ]", "]"), text)
 
 
 def loads(text: str) -> Any:
-    """What `dumps` wrote."""
+    """Parse JSON that `dumps` wrote."""
     return json.loads(text, object_hook=_float_or_dict)
 
 
 def write_json(path: Path, kind: str, data: Mapping[str, Any]) -> None:
-    """Write a document that `read_json` recognises as a ``kind``, with a checksum of its content."""
+    """Write a JSON document of a ``kind``, which `read_json` checks, with a checksum of its content."""
     write_file(path, dumps({"headprune": kind, "schema": SCHEMA, CHECKSUM: checksum(data), **data}) + "\n")
 
 
 def read_json(path: Path, kind: str, changed: Callable[[], object] | None = None) -> dict[str, Any]:
-    """What `write_json` was given. A document without a checksum (an older version's, or a person's) is taken as it is.
+    """Read a document that `write_json` wrote. One without a checksum (from an older version, or from a person) is accepted unchecked.
 
     Args:
-        changed: Called if the document was changed since it was written, for documents that people may edit.
+        changed: For documents that people may edit: called instead of an error if the checksum does not match.
 
     Raises:
         HeadPruneError: No such file, not JSON, not a ``kind``, or changed since it was written.
@@ -266,12 +266,12 @@ def read_json(path: Path, kind: str, changed: Callable[[], object] | None = None
 
 
 def checksum(data: Mapping[str, Any]) -> str:
-    """The digest of what a document says; how its text is laid out does not count."""
+    """The digest of a document's content, whatever its layout as text."""
     return digest(json.dumps(_plain(data, "the document"), separators=(",", ":"), allow_nan=False))
 
 
 def stored_checksum(path: Path) -> str | None:
-    """The checksum that a document holds; None without a document, or where it holds none."""
+    """The checksum in a document; None if the document is missing, unreadable or has none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -281,7 +281,7 @@ def stored_checksum(path: Path) -> str | None:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A value made of what JSON has."""
+    """Convert a value to JSON types; ``where`` is its place, for errors."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -300,13 +300,13 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _float_or_dict(value: dict[str, Any]) -> Any:
-    """A dict of a document, or the float that it stands for."""
+    """A JSON object as a dict, or as the float that it stands for."""
     name = value.get("float") if len(value) == 1 else None
     return _FLOATS.get(name, value) if isinstance(name, str) else value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Any:
-    """As `_float_or_dict`; a key that stands there twice is refused, since a reader would have to guess which value is meant."""
+    """As `_float_or_dict`; refuses duplicate keys, whose value would be ambiguous."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r:.60} stands there twice")
@@ -314,14 +314,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> Any:
 
 
 def _integer(digits: str) -> int:
-    """An integer of at most 64 bits: no document holds another, and neither tensors nor reports could."""
+    """Parse an integer; refuses more than 64 bits, which no document needs and no tensor can hold."""
     if len(digits) > 20 or abs(int(digits)) >= 2**63:
         raise ValueError(f"{digits[:20]}… is a number too large")
     return int(digits)
 
 
 def _depth(value: Any) -> int:
-    """How many values lie within values, at most."""
+    """The nesting depth of a JSON value; 0 for a scalar."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max(map(_depth, parts), default=-1)
 
@@ -330,11 +330,11 @@ def _depth(value: Any) -> int:
 
 
 def digest(parts: str | Path | Iterable[str | bytes | memoryview | Path], length: int = 16) -> str:
-    """Hexadecimal SHA-256 of a text, of a file's content, or of several such and bytes, in order."""
+    """The first ``length`` hexadecimal digits of the SHA-256 of texts, bytes and files' contents (`Path`), in order."""
     sha = hashlib.sha256()
     for part in (parts,) if isinstance(parts, str | Path) else parts:
         if isinstance(part, Path):
-            with open(part, "rb") as file:  # in pieces: a checkpoint may be as large as the memory
+            with open(part, "rb") as file:  # in chunks: a checkpoint may not fit in memory
                 while content := file.read(1 << 20):
                     sha.update(content)
         else:

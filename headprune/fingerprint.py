@@ -1,4 +1,4 @@
-"""Digests of a model's weights, config and processor, and of the code: results are used only with what they were computed from."""
+"""Digests of a model's weights, config and processor, and of the code, to check that stored results belong to them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from headprune.files import digest
 from headprune.offload import Offloaded, is_dispatched
 
 HALVES = (torch.bfloat16, torch.float16)
-_LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "use_cache")  # of a config, for its digest
+_LEFT_OUT = ("transformers_version", "dtype", "torch_dtype", "use_cache")  # config fields that its digest ignores
 
 
 def identity(model: nn.Module) -> str:
-    """What scores and plans say of their model: its `fingerprint` with half precision widened to float32, as it is on a CPU.
+    """The digest that scores and plans store of their model: its `fingerprint`, with half precision widened to float32.
 
-    So scores and plans serve the same checkpoint on every device, in whatever precision it is computed there.
+    So scores and plans fit the same checkpoint on every device and in every precision that it is computed in there.
     """
     return fingerprint(model, widened=True)
 
 
 def has_identity(model: nn.Module, stored: str) -> bool:
-    """Whether scores, a plan or a folder are of this model, by what they store: its `identity`, or in older ones a digest by SHA-256."""
+    """Whether a stored digest is of this model: its `identity` or `fingerprint` or, from older versions, a SHA-256 of all bytes."""
     older = (digest(_named_bytes(model, widened, lambda content: content)) for widened in (True, False))
     return stored == identity(model) or stored == fingerprint(model) or stored in older
 
@@ -38,24 +38,24 @@ def has_identity(model: nn.Module, stored: str) -> bool:
 def fingerprint(model: nn.Module, *, widened: bool = False) -> str:
     """The digest of every parameter and persistent buffer: name, shape, type and all of its bytes.
 
-    A sample of the bytes would be quicker, but an even stride over a weight matrix can miss every column but one. Of every tensor xxHash
-    makes 128 bits, at ten times SHA-256's speed: a model of 8 billion parameters is looked at several times in a run.
+    A sample of the bytes would be quicker, but an even stride over a weight matrix can miss every column but one. Each tensor is hashed
+    to 128 bits by xxHash, ten times as fast as SHA-256, since a run hashes a model of perhaps 8 billion parameters several times.
 
     Args:
-        widened: Whether half precision counts as the float32 that it is computed with on a CPU; one tensor at a time is widened.
+        widened: Hash half precision as float32, in which a CPU computes it; widens one tensor at a time.
     """
     return digest(_named_bytes(model, widened, xxh3_128_digest))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's numbers, row by row, for `headprune.files.digest`."""
+    """A tensor's bytes in row-major order, for `headprune.files.digest`."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def config_hash(model: nn.Module) -> str:
-    """The digest of a transformers model's config, which decides as much as its weights what it computes; "" for any other model.
+    """The digest of a transformers model's config, on which its answers depend as on its weights; "" for any other model.
 
-    Left out is what differs between equal models: where it was loaded from, by which version, and in which precision.
+    It ignores fields that differ between equal models: the source, the library version and the precision.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
@@ -64,11 +64,11 @@ def config_hash(model: nn.Module) -> str:
 
 
 def processor_hash(processor: Any) -> str:
-    """The digest of a tokenizer or of an image processor, which decides what a model is given; "" for one that cannot be read."""
+    """The digest of a tokenizer or image processor, which determines a model's inputs; "" if its settings cannot be read."""
     tokenizer = getattr(processor, "backend_tokenizer", None)
     if tokenizer is not None:
         settings = json.loads(tokenizer.to_str())
-        for use in ("truncation", "padding"):  # of the last call
+        for use in ("truncation", "padding"):  # settings of the last call
             settings.pop(use, None)
         settings["more"] = [str(processor.special_tokens_map), getattr(processor, "model_max_length", None)]
     elif hasattr(processor, "to_dict"):
@@ -79,13 +79,13 @@ def processor_hash(processor: Any) -> str:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether a tensor only passes for one of its shape and type, as quantised weights do; one spread over devices does not count."""
+    """Whether a tensor is a wrapper subclass around other tensors, as quantised weights are; distributed tensors do not count."""
     return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements")
 
 
 @cache
 def versions() -> tuple[str, ...]:
-    """The versions that unfinished work depends on; of headprune also a digest of its code, which changes between releases."""
+    """The versions that unfinished work depends on; for headprune also a digest of its code, which changes between releases."""
     import transformers
 
     from headprune import __version__
@@ -98,30 +98,30 @@ def versions() -> tuple[str, ...]:
 def _named_bytes(
     model: nn.Module, widened: bool, short: Callable[[memoryview], bytes | memoryview]
 ) -> Iterator[str | bytes | memoryview]:
-    """What `fingerprint` is the digest of; ``short`` is called with every tensor's bytes."""
+    """The input of `fingerprint`'s digest; ``short`` shortens every tensor's bytes."""
     read: set[object] = set()
     stored = Offloaded(model) if is_dispatched(model) else None
     for name, tensor in _plain_tensors(model.state_dict()):
         if not tensor.numel():
-            continue  # it stands for weights that are gone
+            continue  # an empty placeholder for removed weights
         half = widened and tensor.dtype in HALVES
         yield f"{name}:{tuple(tensor.shape)}:{torch.float32 if half else tensor.dtype};"
-        where: object = tensor.data_ptr(), tensor.nbytes  # a part of another tensor may begin where that does
+        where: object = tensor.data_ptr(), tensor.nbytes  # with the size: a slice may begin where its base does
         if stored is not None and name in stored:
             where = stored.place(name)
-            with suppress(KeyError):  # its numbers are nowhere
+            with suppress(KeyError):  # its value is stored nowhere
                 tensor = stored[name]
         if tensor.device.type == "meta" or where in read:
-            continue  # no bytes, or those of a weight that is tied to this one
+            continue  # no bytes, or those of a tied weight that was already hashed
         read.add(where)
         yield short(tensor_bytes(tensor.float() if half else tensor))
 
 
 def _plain_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors of a state dict; a quantised one is made of several."""
+    """The plain tensors of a state dict; a quantised tensor yields its several parts."""
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            continue  # what a module holds beside its weights
+            continue  # extra state of a module
         if is_wrapper(value):
             parts, _ = cast(Any, value).__tensor_flatten__()
             yield from _plain_tensors({f"{name}.{part}": getattr(value, part) for part in parts})
@@ -134,7 +134,7 @@ def _digest_of(settings: Any) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """A config without what differs between equal models."""
+    """A config without fields that differ between equal models."""
     if isinstance(value, Mapping):
         fields = {str(k): _comparable(v) for k, v in value.items() if not str(k).startswith("_") and k not in _LEFT_OUT}
         if fields.get("problem_type") == "single_label_classification":  # set by a classifier's first loss

@@ -1,7 +1,7 @@
-"""Made-up inputs in the form that a model takes. They contain nothing of anyone's data.
+"""Made-up inputs in the form that a model takes, without the user's data.
 
-A spec is an input (a tensor, or dicts, lists and tuples of tensors and plain values) with `Noise` in the place of its
-floating-point tensors. Token ids are others than the user's.
+A spec is an input (a tensor, or dicts, lists and tuples of tensors and plain values) with `Noise` in place of its
+floating-point tensors, and with other token ids than the user's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from headprune.pruned import home
 
 _SPECS = "_headprune_input_specs"  # the attribute of a model
 ROWS, TOKENS = 2, 16  # of the smaller input
-STORED = 65536  # numbers of ids and masks that are stored, at most
+STORED = 65536  # the largest tensor of ids or masks to store, in elements
 
 Spec = Any
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Numbers with this mean and standard deviation, which are the same on every machine."""
+    """Pseudorandom numbers with this mean and standard deviation, the same on every machine."""
 
     shape: tuple[int, ...]
     mean: float = 0.0
@@ -45,10 +45,10 @@ class _NoSpecError(Exception):
 
 
 def record(model: nn.Module, example: Any) -> None:
-    """Keep on a model the spec of its inputs: that of an example's first rows and tokens, and that of the whole example."""
+    """Store two specs of an example on a model: of its first rows and tokens, and of the whole example."""
     specs, special = [], _special_ids(model)
     for smaller in (True, False):
-        # The last three of nested or sparse tensors, for instance.
+        # Nested or sparse tensors, for instance, raise one of the last three.
         with suppress(_NoSpecError, RuntimeError, NotImplementedError, TypeError):
             given = first_tokens(first_rows(example, ROWS), TOKENS) if smaller else example
             specs.append(_spec_of(given, "", special))
@@ -56,13 +56,13 @@ def record(model: nn.Module, example: Any) -> None:
 
 
 def record_specs(model: nn.Module, specs: list[Spec]) -> None:
-    """Keep specs of its inputs on a model, if there are any."""
+    """Store specs of a model's inputs on the model, if there are any."""
     if specs:
         vars(home(model)[0])[_SPECS] = specs
 
 
 def recorded(model: nn.Module) -> list[Spec]:
-    """The specs that are kept on a model, the smallest first."""
+    """The specs stored on a model, the smallest first."""
     return list(vars(home(model)[0]).get(_SPECS, ()))
 
 
@@ -74,13 +74,13 @@ def of_config(
     samples: int = 4000,
     side: int = 32,
 ) -> list[Spec]:
-    """Specs of what a transformers model takes, by its config; [] for other models.
+    """Specs of a transformers model's inputs, from its config; [] for other models.
 
     Args:
-        rows: Examples; by default `ROWS` texts, or one image or sound.
-        tokens, target_tokens: Of a text, and of what an encoder-decoder's decoder reads.
-        samples: Of a sound.
-        side: Pixels of an image's side, where the config names none.
+        rows: Batch size; by default `ROWS` texts, or one image or sound.
+        tokens, target_tokens: Length of a text, and of the decoder input of an encoder-decoder.
+        samples: Length of a sound.
+        side: An image's side in pixels, if the config names none.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "main_input_name"):
@@ -97,7 +97,7 @@ def of_config(
     if name == "input_ids" and every is not None:
         ids = every[:, :tokens]
         specs = [{name: ids, "attention_mask": torch.ones_like(ids)}, {name: ids}]
-        if hasattr(config, "vision_config"):  # CLIP and its like take both
+        if hasattr(config, "vision_config"):  # CLIP and similar models take both
             specs.append({name: ids, "pixel_values": Noise((rows, *pixels))})
     elif name == "pixel_values":
         specs = [{name: Noise((others, *pixels))}]
@@ -113,10 +113,10 @@ def of_config(
 
 
 def _sound_shapes(config: Any, name: str, samples: int) -> list[tuple[int, ...]]:
-    """Shapes of one sound that a model may take under the name ``input_values`` or ``input_features``, by its config."""
+    """Possible shapes of one sound as ``input_values`` or ``input_features``, from the config."""
     bands, frames = (getattr(config, key, None) for key in ("num_mel_bins", "max_length"))
     if name == "input_values":
-        if isinstance(bands, int) and isinstance(frames, int):  # AST; most others hear the samples themselves
+        if isinstance(bands, int) and isinstance(frames, int):  # AST; most other models take raw samples
             return [(frames, bands), (samples,)]
         return [(samples,)]
     if width := getattr(config, "feature_projection_input_dim", None):  # Wav2Vec2Bert
@@ -125,7 +125,7 @@ def _sound_shapes(config: Any, name: str, samples: int) -> list[tuple[int, ...]]
 
 
 def with_own_dtype(model: nn.Module, specs: Iterable[Spec]) -> list[Spec]:
-    """Specs, each followed by the same in the type of the model's weights, which many models need once they are converted."""
+    """Specs, each followed by a copy in the dtype of the model's weights, which many models need in half precision."""
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
     def cast(leaf: Any) -> Any:
@@ -137,12 +137,12 @@ def with_own_dtype(model: nn.Module, specs: Iterable[Spec]) -> list[Spec]:
 
 
 def build(spec: Spec) -> Any:
-    """An input of this spec, for ``headprune.inputs.call``."""
+    """An input from a spec, for ``headprune.inputs.call``."""
     return map_leaves(spec, lambda leaf: leaf.values() if isinstance(leaf, Noise) else leaf)
 
 
 def pack(spec: Spec, stored: dict[str, Tensor]) -> dict[str, Any]:
-    """A spec as JSON, with one key a node, its kind; its tensors are added to ``stored``."""
+    """A spec as JSON, whose nodes are keyed by their kind; adds its tensors to ``stored``."""
     if isinstance(spec, Noise):
         return {"noise": list(spec.shape), "mean": spec.mean, "std": spec.std, "dtype": spec.dtype}
     if isinstance(spec, Tensor):
@@ -157,7 +157,7 @@ def pack(spec: Spec, stored: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def unpack(packed: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Spec:
-    """The spec that `pack` was given."""
+    """The inverse of `pack`: the spec that it was given."""
     kind, content = next(iter(packed.items()))
     if kind == "noise":
         return Noise(tuple(content), packed["mean"], packed["std"], packed["dtype"])
@@ -171,14 +171,14 @@ def unpack(packed: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Spec:
 
 
 def _spec_of(value: Any, name: str, special: Iterable[int]) -> Spec:
-    """The spec of a value of an example.
+    """The spec of a value in an example.
 
     Args:
         name: Its key in the example.
-        special: Token ids that are not to be replaced.
+        special: Token ids to keep.
 
     Raises:
-        _NoSpecError: There is none.
+        _NoSpecError: No spec describes the value.
     """
     if isinstance(value, Mapping):
         specs = {}
@@ -205,7 +205,7 @@ def _spec_of(value: Any, name: str, special: Iterable[int]) -> Spec:
 
 
 def _other_ids(ids: Tensor, special: Iterable[int]) -> Tensor:
-    """Token ids replaced by others up to the largest one; ids that control a model (padding, the place of an image) stay."""
+    """Replace token ids by others up to the largest one; keeps special ids (padding, image placeholders) and ids below 5."""
     high, special = int(ids.max()) if ids.numel() else 0, sorted(special)
     spread = dict.fromkeys(5 + n * max(high - 5, 0) // 63 for n in range(64))
     pool = [i for i in spread if i not in special and i <= high]
@@ -217,11 +217,11 @@ def _other_ids(ids: Tensor, special: Iterable[int]) -> Tensor:
 
 
 def _special_ids(model: nn.Module) -> set[int]:
-    """Token ids that a config names."""
+    """The special token ids that a model's config names."""
     return {v for k, v in config_fields(model) if re.search(r"token_(id|index)$", k) and type(v) is int and v >= 0}
 
 
 def _arbitrary(count: int) -> Tensor:
-    """Whole numbers below 65,521 that look random (squares modulo a prime), the same on every machine."""
+    """Pseudorandom integers below 65,521 (a quadratic modulo a prime), the same on every machine."""
     n = torch.arange(count) % 10_000_019
     return (n * (n * 7919 % 65521 + 104729)) % 65521

@@ -1,4 +1,4 @@
-"""Example inputs: how a batch is passed to a model, moved, and varied."""
+"""Example inputs: pass a batch to a model, move it between devices, and vary it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def call(model: nn.Module, example: Example, **extra: Any) -> Any:
 
 
 def does_not_run(error: Exception, name: str = "The model") -> HeadPruneError:
-    """The error for an example that a model refuses."""
+    """The HeadPruneError for an error that a model raised on an example."""
     message = f"{name} does not run on the example: {type(error).__name__}: {first_line(error)}."
     return HeadPruneError(message, "Pass what its forward() takes: a dict of tensors, a tensor or a tuple.")
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Whether ``forward`` has such an argument."""
+    """Whether ``forward`` accepts an argument of this name."""
     parameters = inspect.signature(model.forward).parameters.values()
     return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
@@ -52,7 +52,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """How many tokens a model reads; 0 if it reads none, or if that is not known (CLIP has two tables, others have none)."""
+    """Size of a model's vocabulary; 0 if it has none, or it is not known (CLIP has two embeddings, other models have none)."""
     try:
         table = cast(Any, model).get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -61,7 +61,7 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def without_labels(model: nn.Module, example: Example) -> Example:
-    """An example without what only a loss needs; an encoder-decoder reads its decoder's tokens from the labels."""
+    """An example without labels, except for an encoder-decoder, which takes its decoder's tokens from them."""
     return unlabelled(example) if isinstance(example, Mapping) and not is_encoder_decoder(model) else example
 
 
@@ -71,7 +71,7 @@ def unlabelled(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inputs_of(model: nn.Module, batch: Any) -> Any:
-    """What the model is called with: without labels if it does not take them."""
+    """The model's inputs in a batch; without labels if the model does not accept them."""
     if not isinstance(batch, Mapping):
         return batch[0] if isinstance(batch, tuple | list) else batch
     hidden = (*ADDED, *(() if takes(model, "labels") else LABELS))
@@ -79,7 +79,7 @@ def inputs_of(model: nn.Module, batch: Any) -> Any:
 
 
 def config_fields(model: nn.Module) -> list[tuple[str, Any]]:
-    """Names and values of all fields of a model's config, and of the configs in it; [] where there is none."""
+    """(name, value) of all fields of a model's config and its sub-configs; [] without a config."""
     config = getattr(model, "config", None)
     if not hasattr(config, "__dict__"):
         return []
@@ -88,7 +88,7 @@ def config_fields(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def too_long(model: nn.Module, batch: Any) -> str:
-    """A remark for an error: that a batch has more tokens than the model has positions; "" if it has not."""
+    """A remark for an error message if a batch has more tokens than the model has positions; otherwise ""."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor) or not isinstance(most, int) or ids.shape[-1] <= most:
@@ -97,12 +97,12 @@ def too_long(model: nn.Module, batch: Any) -> str:
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device that a model's inputs go to: that of its first parameter (CPU for a model without any).
+    """The device for a model's inputs: that of its first parameter (the CPU for a model without parameters).
 
-    Of a model whose weights Accelerate keeps elsewhere, the one that they are loaded onto.
+    For a model that Accelerate has offloaded, it is the device that the weights are loaded onto.
 
     Raises:
-        HeadPruneError: It is no model.
+        HeadPruneError: ``model`` is no model.
     """
     check_model(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -110,7 +110,7 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change(leaf)`` in place of everything in it; a mapping becomes a dict, lists and tuples stay what they are."""
+    """``value`` with ``change(leaf)`` in place of every leaf; mappings become dicts, lists and tuples keep their type."""
     if isinstance(value, Mapping):
         return {k: map_leaves(v, change) for k, v in value.items()}
     if isinstance(value, tuple | list):
@@ -129,7 +129,7 @@ def move(value: Any, device: torch.device | str) -> Any:
 
 
 def usable(value: Any) -> Any:
-    """``value`` with copies of tensors that were made in inference mode, which autograd refuses."""
+    """``value`` with copies of tensors created in inference mode, which autograd refuses."""
     return map_tensors(value, lambda t: t.clone() if t.is_inference() else t)
 
 
@@ -144,19 +144,19 @@ def widened(t: Tensor) -> Tensor:
 
 
 def doubled(t: Tensor) -> Tensor:
-    """A tensor in float64: on its device, since each copy to the CPU waits for a GPU; on the CPU where the device has no float64 (mps)."""
+    """A tensor in float64, on its device (a copy to the CPU would wait for a GPU); on the CPU if the device has no float64 (mps)."""
     return (t.cpu() if t.device.type == "mps" else t).double()
 
 
 def gathered(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Tensors joined, on the CPU: copied from a device all at once, since every copy waits for a GPU."""
+    """Concatenate tensors and move the result to the CPU; one copy for all, since every copy waits for a GPU."""
     together = len({part.device for part in parts}) == 1
     return torch.cat(list(parts) if together else [part.cpu() for part in parts], dim).cpu()
 
 
 @contextmanager
 def seeded(model: nn.Module, seed: int) -> Iterator[None]:
-    """The same random numbers each time, on the model's device; those outside the context go on as if nothing had happened."""
+    """Seed the random number generators of the CPU and the model's CUDA device while the context lasts; then restore their states."""
     device = model_device(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -164,10 +164,10 @@ def seeded(model: nn.Module, seed: int) -> Iterator[None]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what is no PyTorch model, such as a path, a tokenizer or a pipeline.
+    """Refuse an argument that is no PyTorch model, such as a path, a tokenizer or a pipeline.
 
     Raises:
-        HeadPruneError: It is none.
+        HeadPruneError: It is no `torch.nn.Module`.
     """
     if not isinstance(model, nn.Module):
         message = f"The model is a {type(model).__name__}, not a torch.nn.Module."
@@ -179,7 +179,7 @@ def check_weights(model: nn.Module) -> None:
     """Refuse weights that autograd refuses.
 
     Raises:
-        HeadPruneError: Some were made in inference mode, or it is no model.
+        HeadPruneError: A weight was created in inference mode, or ``model`` is no model.
     """
     check_model(model)
     renewed(model)
@@ -191,7 +191,7 @@ def check_weights(model: nn.Module) -> None:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in a nested structure, depth first. Caches and other objects are left out."""
+    """Every tensor in a nested structure, depth first; caches and other objects are ignored."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -202,10 +202,10 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def variants(example: Example) -> list[Example]:
-    """Differently shaped versions of an example, most different first.
+    """Versions of an example with other shapes or padding, most different first.
 
     In this order, as far as the example allows: fewer tokens and one padded position; one padded position; one row less. A
-    model that fixes its input's shape may refuse some: the caller tries them in turn.
+    model with a fixed input shape may refuse some of them, so callers try them in turn.
     """
     result: list[Example] = []
     if isinstance(example, Mapping) and isinstance(ids := example.get("input_ids"), Tensor) and ids.ndim == 2:
@@ -225,7 +225,7 @@ def variants(example: Example) -> list[Example]:
 
 
 def first_tokens(example: Example, most: int) -> Example:
-    """The first ``most`` tokens of a text, ``input_ids`` and what is as long; any other example as it is."""
+    """Cut a text to its first ``most`` tokens: ``input_ids`` and all tensors of their shape; other examples stay unchanged."""
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
     if not isinstance(example, Mapping) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] <= most:
         return example
@@ -233,13 +233,13 @@ def first_tokens(example: Example, most: int) -> Example:
 
 
 def _cut(name: str, value: Any, ids: Tensor, length: int) -> Any:
-    """The first tokens of an argument that has as many as ``ids``."""
+    """Cut an argument to ``length`` tokens if it has the shape of ``ids`` and is not the decoder's."""
     same = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == ids.shape
     return value[:, :length] if same and not name.startswith("decoder_") else value
 
 
 def _padded(example: Example) -> Example | None:
-    """The example with the last token of its first row flipped in every mask: padding, if it was none. None without a mask."""
+    """The example with its first row's last token flipped in every mask (to padding, if it was a real token); None without a mask."""
     if isinstance(example, Tensor):
         return None
     if isinstance(example, Mapping):
@@ -251,7 +251,7 @@ def _padded(example: Example) -> Example | None:
 
 
 def _flipped(value: Any) -> Any:
-    """A mask ``[rows, tokens]`` with the last token of its first row flipped; anything else as it is."""
+    """A mask ``[rows, tokens]`` with its first row's last token flipped; any other value unchanged."""
     if not isinstance(value, Tensor) or value.ndim != 2 or value.shape[1] < 3 or value.numel() == 0:
         return value
     if value.dtype != torch.bool and bool(((value != 0) & (value != 1)).any()):
@@ -273,7 +273,7 @@ def scrambled(example: Example, vocabulary: int) -> list[Example]:
         for key, value in example.items():
             if key == "input_ids" and isinstance(value, Tensor) and vocabulary:
                 ids = torch.randint(0, vocabulary, value.shape, generator=generator).to(value.device, value.dtype)
-                # The first few ids mostly mark padding and ends: they stay where they are, and none are added.
+                # Ids below 5 mostly mark padding and ends: they stay in place, and none are added.
                 changed[key] = torch.where((ids >= 5) & (value >= 5), ids, value)
             elif key in ("pixel_values", "inputs_embeds", "input_features") and isinstance(value, Tensor):
                 changed[key] = noise(value)

@@ -1,4 +1,4 @@
-"""Whether the pruned model is faster: models run, or write text, in turn, so that a machine that changes its speed favours none."""
+"""Measure speed-ups: models run forward passes, or generate text, in turn, so that a change of the machine's speed favours none."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from headprune.uncertainty import CONFIDENCE
 
 WARM_UP, MIN_RUNS, MAX_RUNS = 3, 20, 100  # rounds
 MIN_SECONDS = 1.0
-NEW_TOKENS, MIN_ROUNDS = 16, 6  # that decoders write
+NEW_TOKENS, MIN_ROUNDS = 16, 6  # for generation
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One model's forward passes on one shape, in milliseconds.
+    """Times of one model on one input shape, in milliseconds.
 
     Attributes:
         low, high: 95 % interval of the median.
@@ -50,7 +50,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How much faster a model is than the first one: the median over rounds of the ratio of their times in a round.
+    """How much faster a model is than the first one: the median over rounds of the ratio of their times.
 
     Attributes:
         ratio: Time of the first (dense) model over this one's; above 1 is faster.
@@ -66,7 +66,7 @@ class Speedup:
 
 @dataclass(frozen=True)
 class LatencyRow:
-    """All models on one input shape."""
+    """Timings and speed-ups of all models on one input shape."""
 
     batch: int
     length: int
@@ -87,16 +87,16 @@ def benchmark(
 ) -> LatencyRow:
     """Time the forward passes of models against each other, on one input.
 
-    Every round runs each model once; every other round in the reverse order, so that a machine that changes its speed favours
-    none. Rounds go on until both ``min_runs`` and ``min_seconds`` are reached, but no more than `MAX_RUNS`.
+    Every round runs each model once, every other round in reverse order, so that a change of the machine's speed favours no
+    model. Rounds continue until both ``min_runs`` and ``min_seconds`` are reached, but no longer than `MAX_RUNS` rounds.
 
     Args:
-        models: By name; the others are compared with the first, usually the dense model. All on one device. They are timed in
-            evaluation mode, and then each is in its own mode again.
+        models: By name; all others are compared with the first, usually the dense model. All on one device. They are timed in
+            evaluation mode; afterwards each has its former mode.
         example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments). Labels are left out,
             except for encoder-decoders, which need them.
-        min_runs: Rounds, at least.
-        min_seconds: Total time of every model, at least; by default `MIN_SECONDS`.
+        min_runs: Minimum number of rounds.
+        min_seconds: Minimum total time of each model; by default `MIN_SECONDS`.
         progress: Called with (inputs done, inputs in all).
 
     Returns:
@@ -104,7 +104,7 @@ def benchmark(
         `LatencyRow.speedups` every other model's ratio to the first (above 1 is faster), with 95 % intervals.
 
     Raises:
-        HeadPruneError: No model, or one that does not run on the example.
+        HeadPruneError: No model is given, or a model does not run on the example.
     """
     if not isinstance(models, Mapping) or not models or not all(isinstance(m, nn.Module) for m in models.values()):
         raise HeadPruneError("models= names no models.", 'Pass models={"dense": model, "pruned": other}.')
@@ -119,7 +119,7 @@ def benchmark(
 
 
 def check_runs(model: nn.Module, example: Example, name: str = "The model") -> None:
-    """Run a model once.
+    """Run a model once, to check that it runs.
 
     Raises:
         HeadPruneError: It does not run on the example.
@@ -146,7 +146,7 @@ def bench(
         inputs: (batch, tokens, example) for each row.
 
     Returns:
-        A row for each input. On CUDA the device measures the times (events), elsewhere a monotonic clock.
+        A row for each input. On CUDA, times are measured by events on the device, elsewhere by a monotonic clock.
     """
     rows = []
     with evaluating(*models.values()):
@@ -159,7 +159,7 @@ def bench(
 def in_turn(
     arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float | None
 ) -> dict[str, list[float]]:
-    """Milliseconds of each model in each round, after a warm-up; for `MIN_SECONDS` at least, if no other time is given."""
+    """Run models in turn after a warm-up; returns each model's milliseconds per round. ``min_seconds`` defaults to `MIN_SECONDS`."""
     least = 1000 * (MIN_SECONDS if min_seconds is None else min_seconds)
     times: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
@@ -174,7 +174,7 @@ def in_turn(
 
 
 def compared(times: Mapping[str, Sequence[float]]) -> tuple[dict[str, Timing], dict[str, Speedup]]:
-    """Every model's timing, and the speed-up of all others over the first, from milliseconds in each round."""
+    """From milliseconds per round: every model's `Timing`, and the `Speedup` of all others over the first."""
     first, *others = times
     timings = {}
     for name, took in times.items():
@@ -192,8 +192,9 @@ def speedup(dense: Sequence[float], other: Sequence[float]) -> Speedup:
 
 
 def _median_interval(values: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the median, whatever the values' distribution: between two of them, by the binomial distribution of how many lie
-    below the median (Conover 1999, Practical Nonparametric Statistics, section 3.2). A bootstrap's is too narrow for 20 values: it misses 6 to 8 %."""
+    """Distribution-free 95 % interval of the median: two order statistics, from the binomial distribution of the number of values below
+    the median (Conover 1999, Practical Nonparametric Statistics, section 3.2). For 20 values, a bootstrap interval is too narrow: it
+    misses in 6 to 8 % of cases."""
     ordered = np.sort(values)
     place = max(int(binom.ppf((1 - CONFIDENCE) / 2, len(values), 0.5)) - 1, 0)
     return float(ordered[place]), float(ordered[-1 - place])
@@ -209,10 +210,10 @@ def flops(model: nn.Module, example: Example) -> int:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    # The counter does not know the CPU's fused attention, nor nn.TransformerEncoder's fused layer: plain operations, which
-    # make the same products, take their place.
+    # The counter does not know the CPU's fused attention, nor nn.TransformerEncoder's fused layer, so plain operations with
+    # the same products replace them.
     plain, counter = sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False)
-    # Without gradients its parameters need none: the counter would ask a view of one for its place in a graph.
+    # Frozen, since the counter asks for the autograd node of views of parameters that require gradients.
     with quiet(model), frozen(model), torch.no_grad(), plain, counter:
         call(model, move(example, model_device(model)))
     return int(counter.get_total_flops())
@@ -233,16 +234,16 @@ def cache_bytes(model: nn.Module, example: Example) -> float | None:
 
 
 def clock(device: torch.device) -> float:
-    """Milliseconds of a monotonic clock, once the device has done its work."""
+    """Milliseconds of a monotonic clock, read after synchronising the device."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # by itself it waits for the current device, which may be another
+        torch.cuda.synchronize(device)  # the default is the current device, which may be another
     elif device.type != "cpu":
         torch.get_device_module(device).synchronize()
     return time.perf_counter() * 1000
 
 
 def timer(model: nn.Module, example: Example) -> Callable[[], float]:
-    """A function that runs the model once and returns the milliseconds it took."""
+    """A function that runs the model once and returns the milliseconds that it took."""
     device = model_device(model)
     moved = move(example, device)
 
@@ -271,18 +272,18 @@ def example_shape(example: Example) -> tuple[int, int]:
     return first.shape[0], ids.shape[1] if isinstance(ids, Tensor) else 0
 
 
-# -- decoders that write: the prompt (prefill), then one token after the other with a key/value cache --------
+# -- generation: the prompt (prefill), then one token per step with a key/value cache -------------------------
 
 
 @dataclass(frozen=True)
 class GenerationRow:
-    """Models that write text in turn, from one prompt. Times are in milliseconds.
+    """Generation times of all models on one prompt, in milliseconds.
 
     Attributes:
-        batch, length: Sequences, and tokens of each prompt.
-        new: Tokens written after the prompt's first.
-        prefill, token: By model: the pass over the prompt, and the mean time of a step, which writes one token of every sequence.
-        prefill_speedups, token_speedups: By model, but for the first (dense).
+        batch, length: Number of sequences, and tokens per prompt.
+        new: Tokens generated after the first.
+        prefill, token: By model: time of the pass over the prompt, and mean time of a step, which adds a token to every sequence.
+        prefill_speedups, token_speedups: By model, except the first (dense).
         tokens_per_second: By model, over all sequences; steps only.
         cache: By model: bytes per token of one sequence in the key/value cache of self-attention.
     """
@@ -306,16 +307,17 @@ def benchmark_generation(
     min_rounds: int = MIN_ROUNDS,
     min_seconds: float | None = None,
 ) -> GenerationRow | None:
-    """Time models that write text against each other: greedily, with a cache, from one prompt.
+    """Time the generation of text by several models: greedy, with a key/value cache, from one prompt.
 
     Args:
         models: The dense model first; all on one device.
         example: The prompt, as the models' ``forward`` takes it. An encoder-decoder's answer begins with its start token.
-        new: Tokens to write after the first.
-        min_rounds: Rounds, at least; in each every model writes once.
+        new: Tokens to generate after the first.
+        min_rounds: Minimum number of rounds; in each, every model generates once.
 
     Returns:
-        The times; None if the first model does not write text, if any keeps no key/value cache, or if the prompt leaves no place for a token.
+        The times; None if the first model does not generate text, if a model keeps no key/value cache, or if the prompt leaves no room
+        for a token.
     """
     dense: Any = next(iter(models.values()))
     if not writes(dense) or not isinstance(example, Mapping):
@@ -342,7 +344,7 @@ def benchmark_generation(
 
 
 def _prompt(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first pass takes: an example without labels; for encoder-decoders with the first token of the answer."""
+    """The input of the first pass: the example without labels; for encoder-decoders, with the decoder's start token."""
     prompt = {k: v for k, v in unlabelled(example).items() if not k.startswith("decoder_")}
     if is_encoder_decoder(model):
         start = getattr(model.config, "decoder_start_token_id", None) or 0
@@ -353,7 +355,7 @@ def _prompt(model: nn.Module, example: Mapping[str, Any]) -> dict[str, Any]:
 def _writer(
     model: nn.Module, prompt: Mapping[str, Any], new: int, times: list[tuple[float, float]]
 ) -> Callable[[], float]:
-    """A function that writes ``new`` tokens; it notes (milliseconds of the prompt, of a step), and returns those of all."""
+    """A function that generates ``new`` tokens, appends (milliseconds of the prefill, of a step) to ``times``, and returns the total."""
     device = model_device(model)
 
     def write() -> float:
@@ -371,7 +373,7 @@ def _writer(
 
 
 def _next(output: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The input of the next step: the likeliest token, the cache, and which tokens before may be looked at."""
+    """The input of the next step: the likeliest token, the key/value cache and the attention mask."""
     token = output.logits[:, -1:].argmax(-1)
     step: dict[str, Any] = {"past_key_values": output.past_key_values}
     mask = given.get("attention_mask")

@@ -1,4 +1,4 @@
-"""How much memory is free, and what to do when it runs out."""
+"""Free memory, out-of-memory errors, and work in smaller parts after one."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _OUT_OF_MEMORY = (
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on a device."""
     if device.type == "cuda":
-        # What PyTorch holds and does not use can be allocated too, though the driver counts it as taken.
+        # Memory that PyTorch has reserved but does not use is free too, although the driver counts it as used.
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + held
     return int(psutil.virtual_memory().available)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on any device."""
+    """Whether an error is an out-of-memory error of any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # What the driver and CUDA's libraries say when PyTorch is not the one that asks, and what the CPU's allocator says.
+    # Texts of the driver and CUDA's libraries, when they allocate themselves, and of the CPU's allocator.
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def halving(items: Sequence[Any], size: int) -> Iterator[Any]:
-    """Parts of ``items``, each a context; a part for which memory runs out is given again in halves.
+    """Yield parts of ``items``, each a context manager; if memory runs out inside it, the part is retried in halves.
 
     >>> [list(part.items) for part in halving(range(5), 2)]
     [[0, 1], [2, 3], [4]]

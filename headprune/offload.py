@@ -1,9 +1,9 @@
-"""Weights that Accelerate keeps elsewhere: in the CPU's memory or on disk, loaded whenever their module runs.
+"""Offloaded weights: Accelerate keeps them in CPU memory or on disk, and loads them whenever their module runs.
 
-`accelerate.dispatch_model` (transformers' ``device_map="auto"``) puts a placeholder without numbers (on the meta device) in the place of
-each such weight, and a hook on the module that puts the numbers there while the module runs, out of a mapping by name
-(``weights_map``). Here they are read, changed and copied. Changed numbers go into a mapping in front of the one that was there, so
-neither a file nor a tensor of the user's is ever written to, and what was there can be put back.
+`accelerate.dispatch_model` (transformers' ``device_map="auto"``) replaces each such weight by a placeholder on the meta device. A hook on
+the module loads the values from a mapping by name (``weights_map``) while the module runs. This file reads, changes and copies such
+weights. Changed values go into a mapping in front of the original one, so the user's files and tensors are never written to, and the
+original values can be restored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headprune.pruned.structure import add_biases, holder_of
 
 
 def hook_of(module: nn.Module) -> Any:
-    """The hook that loads a module's own weights when it runs; None where they are not kept elsewhere."""
+    """The hook that loads a module's own weights when it runs; None if they are not offloaded."""
     offloading = (h for h in _hooks(module) if getattr(h, "offload", False) and h.weights_map is not None)
     return next(offloading, None)
 
@@ -36,32 +36,32 @@ def _hooks(module: nn.Module) -> Sequence[Any]:
 
 
 def is_elsewhere(module: nn.Module, name: str) -> bool:
-    """Whether a module's own parameter or buffer is kept elsewhere, and not just loaded."""
+    """Whether a module's own parameter or buffer is offloaded, and not loaded at present."""
     tensor = holder_of(module, name).get(name)
     return tensor is not None and tensor.is_meta and hook_of(module) is not None
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether some weights of a model are kept elsewhere."""
+    """Whether some weights of a model are offloaded."""
     return any(hook_of(module) is not None for module in model.modules())
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Whether Accelerate has put hooks on a model, to spread it over devices or to keep weights elsewhere."""
+    """Whether Accelerate has put hooks on a model, to spread it over devices or to offload weights."""
     return any("_hf_hook" in vars(module) for module in model.modules())
 
 
 def execution_device(model: nn.Module) -> torch.device | None:
-    """The device that inputs go to; None where no hook names one."""
+    """The device for a model's inputs; None if no hook names one."""
     places = (getattr(hook, "execution_device", None) for module in model.modules() for hook in _hooks(module))
     return next((torch.device(p) for p in places if p is not None and str(p) not in ("meta", "disk")), None)
 
 
 def value_of(module: nn.Module, name: str) -> Tensor:
-    """A module's own parameter or buffer, wherever its numbers are; not to be written into.
+    """The value of a module's own parameter or buffer, offloaded or not; do not modify it in place.
 
     Raises:
-        KeyError: It has no such tensor, or its numbers are nowhere.
+        KeyError: The module has no such tensor, or its value is not stored anywhere.
     """
     tensor: Tensor = holder_of(module, name)[name]
     if not tensor.is_meta:
@@ -72,7 +72,7 @@ def value_of(module: nn.Module, name: str) -> Tensor:
 
 
 def place_of(module: nn.Module, name: str) -> object:
-    """Where the numbers of a module's own tensor are: equal for two names of one tensor; a tuple for a place on disk."""
+    """The storage location of a module's own tensor: equal for two names of one tensor; a tuple if it is on disk."""
     tensor: Tensor = holder_of(module, name)[name]
     hook = hook_of(module) if tensor.is_meta else None
     return _place({name: tensor} if hook is None else hook.weights_map, name)
@@ -91,10 +91,10 @@ def _place(stored: Any, name: str) -> object:
 
 
 def put(module: nn.Module, name: str, value: Tensor, *, in_memory: bool = False) -> None:
-    """Replace the numbers of a module's tensor that is kept elsewhere, also by a tensor of another shape; the placeholder is replaced, too.
+    """Replace the value of a module's offloaded tensor, perhaps by one of another shape, and its placeholder.
 
     Args:
-        in_memory: Whether they may stay in the CPU's memory where the old ones are on disk.
+        in_memory: Whether the new value may stay in CPU memory if the old one is on disk.
     """
     hook, tensors = hook_of(module), holder_of(module, name)
     stored, before = hook.weights_map, tensors.get(name)
@@ -113,14 +113,14 @@ def _placeholder(like: Tensor, is_parameter: bool, trained: bool) -> Tensor:
 
 
 def _loader(stored: Any) -> Any:
-    """What reads the weights, behind views that put a prefix before every name."""
+    """The object that reads the weights, behind chained mappings and views that add a prefix to names."""
     while isinstance(stored, ChainMap) or hasattr(stored, "dataset"):
         stored = stored.maps[-1] if isinstance(stored, ChainMap) else stored.dataset
     return stored
 
 
 def add_stored_biases(model: nn.Module, names: Sequence[str]) -> None:
-    """`headprune.pruned.add_biases`, also for modules whose weights are kept elsewhere."""
+    """`headprune.pruned.add_biases`, also for modules with offloaded weights."""
     add_biases(model, names)
     modules = dict(model.named_modules())
     for name in names:
@@ -130,9 +130,9 @@ def add_stored_biases(model: nn.Module, names: Sequence[str]) -> None:
 
 
 class Offloaded(Mapping[str, Tensor]):
-    """A model's state dict whose tensors are loaded when they are asked for, one at a time.
+    """A lazy state dict of a model, which loads each offloaded tensor on access.
 
-    `accelerate.utils.get_state_dict_offloaded_model` has all of them in memory at once.
+    `accelerate.utils.get_state_dict_offloaded_model` loads all of them into memory at once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -140,7 +140,7 @@ class Offloaded(Mapping[str, Tensor]):
         modules, self._own = dict(model.named_modules(remove_duplicate=False)), dict[str, tuple[nn.Module, str]]()
         for name in self._plain:
             owner, _, own = name.rpartition(".")
-            # What stands for weights that are gone is in no module that has a name.
+            # Placeholders for removed weights belong to no named module.
             if owner in modules and own in holder_of(modules[owner], own):
                 self._own[name] = modules[owner], own
         self._tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -157,14 +157,14 @@ class Offloaded(Mapping[str, Tensor]):
         return len(self._plain)
 
     def place(self, name: str) -> object:
-        """Where a tensor's numbers are: equal for two names of one tensor."""
+        """A tensor's storage location: equal for two names of one tensor."""
         source = self._tied.get(name, name)
-        name = source if source in self._own else name  # one that is on two devices, or on disk twice
+        name = source if source in self._own else name  # a tied tensor may be on two devices, or on disk twice
         return place_of(*self._own[name]) if name in self._own else id(self._plain[name])
 
 
 def renewed(model: nn.Module) -> None:
-    """Replace placeholders that a hook left in `torch.inference_mode`: they could not be given gradients afterwards."""
+    """Replace placeholders that a hook created in `torch.inference_mode`, which cannot require gradients."""
     with torch.inference_mode(False):
         for module in model.modules():
             held: tuple[MutableMapping[str, Any], ...] = (module._parameters, module._buffers)
@@ -175,20 +175,19 @@ def renewed(model: nn.Module) -> None:
 
 
 def trainable(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The parameters that want gradients, by module and own name: a hook puts others in their place whenever a module runs."""
+    """The parameters that require gradients, as (module, name), since hooks replace the tensors whenever a module runs."""
     renewed(model)
     every = ((module, name, p) for module in model.modules() for name, p in module._parameters.items())
     return [(module, name) for module, name, p in every if p is not None and p.requires_grad]
 
 
 def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
-    """A copy that shares its weights with a dispatched model, but for those of some modules; a whole copy of any other model.
+    """A copy of a dispatched model that shares its weights, except those of the modules ``own``; a deep copy of any other model.
 
-    A model that takes all of a device's memory cannot be there twice. Heads are cut out of the copy by giving it other tensors, so that the
-    original does not change.
+    A model that fills a device's memory does not fit there twice. A prune replaces the copy's tensors, so the original does not change.
 
     Args:
-        own: Modules whose weights will be written into in place, in the original or the copy.
+        own: Modules whose weights will be modified in place, in the original or the copy.
     """
     if not is_dispatched(model):
         return copy.deepcopy(model)
@@ -202,7 +201,7 @@ def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
         if not name.startswith(names):
             shared[id(buffer)] = buffer.detach()
     result = copy.deepcopy(model, shared)
-    for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"):  # Accelerate's, which would move the original
+    for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"):  # Accelerate's: they would move the original
         vars(result).pop(attribute, None)
     return result
 
@@ -215,24 +214,24 @@ def reads_from(model: nn.Module, folder: str | os.PathLike[str]) -> bool:
 
 
 def _loaders(model: nn.Module) -> list[Any]:
-    """What reads a model's weights, each once."""
+    """The objects that read a model's offloaded weights, each once."""
     every = [_loader(hook.weights_map) for hook in map(hook_of, model.modules()) if hook is not None]
     return list({id(loader): loader for loader in every}.values())
 
 
 def with_numbers(module: nn.Module) -> nn.Module:
-    """Move a module's empty tensors, which stand for removed weights, off the meta device, so that they are saved; returns the module."""
+    """Move a module's empty placeholders for removed weights off the meta device, so that they are saved; returns the module."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta and not buffer.numel():
             module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    for child in module._modules.values():  # `modules()` leaves out what holds such tensors
+    for child in module._modules.values():  # `modules()` leaves out the modules that hold placeholders
         if child is not None:
             with_numbers(child)
     return module
 
 
 class _Aligned(OffloadedWeightsLoader):  # type: ignore[misc]
-    """Copies what it reads from a file of many weights: there a weight may start at any byte, and the kernels of a CPU then sum in another order."""
+    """A loader that copies weights from safetensors files, where they may be unaligned and CPU kernels then sum in another order."""
 
     def __getitem__(self, key: str) -> Tensor:
         value: Tensor = super().__getitem__(key)
@@ -240,7 +239,7 @@ class _Aligned(OffloadedWeightsLoader):  # type: ignore[misc]
 
 
 def aligned(model: nn.Module) -> None:
-    """Copy weights that are read from files into aligned memory, so that kernels sum in the same order as for other tensors."""
+    """Make a model copy weights from files into aligned memory, so that kernels sum in the same order as for other tensors."""
     for loader in _loaders(model):
         if isinstance(loader, OffloadedWeightsLoader):
             loader.__class__ = _Aligned
@@ -250,7 +249,7 @@ def on_disk(*shape: int, dtype: torch.dtype = torch.float64, folder: str | os.Pa
     """Zeros in a memory-mapped file, which is deleted together with the tensor.
 
     Args:
-        folder: For the file; that of temporary files, by default.
+        folder: For the file; by default the folder for temporary files.
     """
     count = math.prod(shape)
     if not count:

@@ -1,6 +1,6 @@
-"""Options of a search, as plain values that the command line, run folders and Python functions share. No torch is imported here.
+"""Options of a search, as plain values that the command line, run folders and Python functions share. Does not import torch.
 
-A field that the command line shows says how in its type: ``Annotated[type, typer.Option(...)]``.
+Fields that the command line shows have their option in the type: ``Annotated[type, typer.Option(...)]``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _planning = partial(typer.Option, rich_help_panel="Planning")
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What plans are searched for.
+    """Options of a search for plans.
 
     Attributes:
-        budgets: What every plan must meet, a plan each.
-        strategy: A name of `headprune.planning.STRATEGIES`.
-        protect: What must stay, such as ``"L0,L3.H7"``.
-        min_heads_per_layer: Query heads that every layer keeps.
-        repair: Whether the heads that stay will be refitted to what the removed ones gave.
-        effort: How much work it may be, a name of `headprune.planning.strategies.EFFORTS`.
-        seed: For what is drawn.
+        budgets: The budgets; each gets its own plan.
+        strategy: A name in `headprune.planning.STRATEGIES`.
+        protect: Layers and heads that must stay, such as ``"L0,L3.H7"``.
+        min_heads_per_layer: Minimum number of query heads to keep in every layer.
+        repair: Whether a repair will follow, which refits the kept heads to make up for the removed ones.
+        effort: How much work the search may take: a name in `headprune.planning.strategies.EFFORTS`.
+        seed: For random draws.
     """
 
     budgets: tuple[Budget, ...] = ()

@@ -1,15 +1,15 @@
-"""Processes that share out the work of one computation (ranks): the same program on the same examples in each.
+"""Ranks: several processes that share the work of one computation. All run the same program on the same examples.
 
-Every rank runs the whole program, except for loops over independent items: there each rank does its share, and all ranks get all results,
-in the order of the items. So all ranks know the same at every line, and a result does not depend on how many there are. A process
-that was not told of others (`accelerator_ranks`, `launcher_ranks`) is alone, even if the program around it has a process group.
+Every rank runs the whole program, except loops over independent items: there each rank does its share, and all ranks get all results,
+in the order of the items. So all ranks have the same state at every line, and results do not depend on the number of ranks. Ranks share
+work only inside `accelerator_ranks` or `launcher_ranks`; otherwise a process works alone, even if a process group exists.
 
     from headprune.parallel import current
     losses = current().share("losses", [partial(loss, batch) for batch in batches])
 
-Ranks exchange objects by torch.distributed (`all_gather_object`), over gloo: accelerate's `gather_object` is the same on the program's own
-group, which on GPUs is NCCL's, where nobody notices that a process has ended. Every message carries a name, so ranks that are not at the
-same place find that out; an error in one of them is raised in all; and a rank that is gone ends the others.
+Ranks exchange objects by torch.distributed (`all_gather_object`) over gloo. accelerate's `gather_object` does the same on the program's own
+group, which on GPUs is NCCL's and does not notice that a process has ended. Every message has a name, which shows if ranks are out of step.
+An error on one rank is raised on all, and a lost rank ends the others.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 T = TypeVar("T")
-_LOOK = 0.5  # seconds between two looks at whether the others' processes are still there
-_LINGER = 2.0  # seconds that a rank stays after another one is lost, so that it is not taken to be lost too
-_PATIENCE = timedelta(hours=24)  # with a rank whose machine is silent; one whose process has ended is noticed at once
+_LOOK = 0.5  # seconds between two checks that the other ranks' processes still exist
+_LINGER = 2.0  # seconds that a rank waits after it lost another, so that the others do not take it for lost too
+_PATIENCE = timedelta(hours=24)  # timeout for a machine that does not answer; an ended process is noticed at once
 _LEAVING = "(leaving)"  # the name of a rank's last message
 
 
@@ -49,7 +49,7 @@ class LostRankError(HeadPruneError):
     """Another rank's process has ended, or cannot be reached any more.
 
     Args:
-        gone: Which ones; it is not known, if there are none.
+        gone: The lost ranks; empty if unknown.
     """
 
     def __init__(self, gone: Sequence[int] = ()) -> None:
@@ -61,16 +61,16 @@ class LostRankError(HeadPruneError):
 
 
 class Ranks:
-    """The ranks of a computation, as one of them sees them; by default a process alone, which does everything itself.
+    """The ranks of a computation, as seen by one of them; by default a single process that does all the work.
 
     Args:
-        rank: The number of this one.
-        size: How many there are.
-        group: Of gloo, for messages; None for the default one.
+        rank: The number of this rank.
+        size: The number of ranks.
+        group: A gloo process group for messages; None for the default group.
 
     Attributes:
-        local_size: How many of them are on this machine, and share its memory.
-        gone: Those that were lost, as far as it is known.
+        local_size: Number of ranks on this machine, which share its memory.
+        gone: The lost ranks, as far as known.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
@@ -83,7 +83,7 @@ class Ranks:
 
     @property
     def main(self) -> bool:
-        """Whether this one prints and writes."""
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
     def share(
@@ -93,16 +93,16 @@ class Ranks:
         costs: Sequence[float] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[T]:
-        """The results of all tasks, in their order. Every rank does some of them.
+        """Run tasks, each on one rank; returns all results on all ranks, in the tasks' order.
 
         Args:
-            name: What is done; the same on all ranks.
-            tasks: Independent of one another. Results are plain values, and tensors on the CPU.
-            costs: How long each takes, relative to the others; alike, by default.
-            progress: Called with (tasks done by all ranks, about; tasks).
+            name: A description of the work; the same on all ranks.
+            tasks: Independent functions. Their results are plain values, and tensors on the CPU.
+            costs: Relative running times; by default equal.
+            progress: Called with (approximate number of tasks done by all ranks, number of tasks).
 
         Raises:
-            Exception: What the first of the tasks that fail raises; on all ranks.
+            Exception: The error of the first failing task, on all ranks.
         """
         results: dict[int, T] = {}
         failure: _Failure | None = None
@@ -117,22 +117,22 @@ class Ranks:
                     progress(min(len(tasks), len(results) * self.size), len(tasks))
         replies = self.gather(f"{name}, {len(tasks)} tasks", (results, failure))
         if failures := [failure for _, failure in replies if failure is not None]:
-            # With one process only the first would have failed.
+            # A single process would stop at the first failing task.
             raise min(failures, key=lambda failure: failure.task).error
         every = {i: result for own, _ in replies for i, result in own.items()}
         return [every[i] for i in range(len(tasks))]
 
     def first(self, name: str, make: Callable[[], T]) -> T:
-        """What ``make`` gives on rank 0; the others wait for it. For writing, timing, and reading what rank 0 writes."""
+        """Run ``make`` on rank 0 only, and return its result on all ranks. For file access, timing and the like."""
         return self.share(name, [make])[0]
 
     def gather(self, name: str, value: T) -> list[T]:
         """Every rank's value, in the order of the ranks.
 
         Raises:
-            LostRankError: A rank is gone.
-            HeadPruneError: The ranks are not at the same place.
-            Exception: What a rank raised that has left.
+            LostRankError: A rank is lost.
+            HeadPruneError: The ranks are out of step.
+            Exception: The error with which another rank left.
         """
         if self.size == 1:
             return [value]
@@ -150,7 +150,7 @@ class Ranks:
         return [each for _, each in replies]
 
     def add(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their sums over all ranks, the same to the bit on all."""
+        """Replace tensors by their sums over all ranks (all-reduce); bitwise equal on all ranks."""
         if self.size == 1:
             return
         self.gather(f"adding {name}", None)
@@ -164,9 +164,10 @@ class Ranks:
                 tensor.copy_(whole)
 
     def cause(self, error: Exception) -> Exception:
-        """The reason for an error where others talk between the ranks (DistributedDataParallel): a lost rank, or the error itself.
+        """The cause of an error in code with its own communication (DistributedDataParallel): a lost rank, or the error itself.
 
-        After it no message reaches the other ranks: the launcher ends them. Not so after a HeadPruneError, which all of them raise.
+        After such an error, ranks can no longer exchange messages, and the launcher ends them; except after a HeadPruneError, which all
+        ranks raise.
         """
         if self.size == 1 or isinstance(error, HeadPruneError):
             return error
@@ -174,14 +175,14 @@ class Ranks:
         return lost if self.gone else error
 
     def agree(self, what: str, value: Callable[[], Any]) -> None:
-        """Refuse ranks that were given different things; asks nothing, if there is only one.
+        """Check that all ranks were given the same argument; does nothing with a single rank.
 
         Args:
-            what: Was given, for the message: ``"batches"``.
-            value: Gives something plain, equal on all ranks if that is so.
+            what: The argument, for the message: ``"batches"``.
+            value: Returns a plain value to compare, such as a digest of the argument.
 
         Raises:
-            HeadPruneError: It is not.
+            HeadPruneError: The values differ.
         """
         if self.size == 1:
             return
@@ -194,17 +195,17 @@ class Ranks:
             )
 
     def find_lost(self) -> list[int]:
-        """The ranks whose processes have ended, as far as that can be seen from this machine."""
+        """The ranks on this machine whose processes have ended."""
         here = socket.gethostname()
         every = enumerate(self._processes)
         return [rank for rank, (host, pid) in every if rank != self.rank and host == here and not _is_alive(pid)]
 
     @contextmanager
     def run_together(self) -> Iterator[Ranks]:
-        """Work is shared out while the context lasts. Who leaves it by an error tells the others, which raise that, wherever they are.
+        """Share work while the context lasts. A rank that leaves it by an error sends the error to the others, which raise it too.
 
         Raises:
-            HeadPruneError: Another rank has not come to the end.
+            HeadPruneError: Another rank has not reached the end of the context.
         """
         try:
             with _use(self):
@@ -218,11 +219,11 @@ class Ranks:
             self.gather(_LEAVING, None)
 
     def _exchange(self, name: str, value: Any) -> list[tuple[str, Any]]:
-        """Every rank's (name, value). In a thread, so that signals are heard while this one waits, and lost ranks noticed."""
+        """Every rank's (name, value). The exchange runs in a thread, so that this rank can handle signals and notice lost ranks."""
         replies: list[Any] = [None] * self.size
 
         def meet() -> None:
-            with suppress(RuntimeError):  # a connection was closed, or nothing was heard for too long
+            with suppress(RuntimeError):  # a connection was closed, or timed out
                 dist.all_gather_object(replies, (name, value), group=self._group)
 
         meeting = Thread(target=meet, daemon=True)
@@ -236,7 +237,7 @@ class Ranks:
         return replies
 
     def _parted(self) -> LostRankError:
-        """The error where another rank is lost."""
+        """The error to raise when a rank is lost; finds out which."""
         until = time.monotonic() + 1.0  # a process that closed a connection may be about to end
         while not (gone := self.find_lost()) and time.monotonic() < until:
             time.sleep(0.1)
@@ -246,10 +247,10 @@ class Ranks:
 
 
 class _Failure:
-    """An error that other ranks raise too; in words alone where it cannot be made again in another process.
+    """An error to send to other ranks; only its text if it cannot be unpickled in another process.
 
     Attributes:
-        task: The number of the task that failed.
+        task: The number of the failed task.
     """
 
     def __init__(self, error: Exception, task: int = 0) -> None:
@@ -257,7 +258,7 @@ class _Failure:
 
     def __reduce__(self) -> Any:
         error = self.error
-        # It may be of a class that others do not know, or that makes its errors in another way, as pydantic's.
+        # Other ranks may not know its class, or the class may not unpickle its errors, as pydantic's.
         with suppress(Exception):
             if str(pickle.loads(pickle.dumps(error))) == str(error):
                 return _Failure, (error, self.task)
@@ -273,9 +274,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def shares(count: int, size: int, costs: Sequence[float] | None = None) -> list[list[int]]:
-    """Which of ``count`` tasks each of ``size`` ranks does, in order.
+    """Assign ``count`` tasks to ``size`` ranks: each rank's task numbers, in order.
 
-    In turn; or, where they cost differently, the costliest first and each to the rank that has least to do.
+    Round-robin; with different costs, greedily: the costliest task first, each to the rank with the least load.
 
     >>> shares(5, 2), shares(4, 2, [1, 1, 1, 3])
     ([[0, 2, 4], [1, 3]], [[3], [0, 1, 2]])
@@ -296,13 +297,13 @@ _current: ContextVar[Ranks] = ContextVar("headprune.parallel", default=ALONE)
 
 
 def current() -> Ranks:
-    """The ranks that share out the work here and now: within a task of theirs, only this one."""
+    """The ranks that currently share work; inside a task of `Ranks.share`, this process alone."""
     return _current.get()
 
 
 @contextmanager
 def _use(ranks: Ranks) -> Iterator[None]:
-    """These are the current ones while the context lasts."""
+    """Make ``ranks`` the current ranks while the context lasts."""
     token = _current.set(ranks)
     try:
         yield
@@ -310,15 +311,15 @@ def _use(ranks: Ranks) -> Iterator[None]:
         _current.reset(token)
 
 
-# -- how processes come together ---------------------------------------------------------------------
+# -- setting up ranks --------------------------------------------------------------------------------
 
 
 @contextmanager
 def accelerator_ranks(accelerator: Accelerator | None) -> Iterator[Ranks]:
-    """Share out the work among an Accelerator's processes while the context lasts; with None, as it was before.
+    """Share work among an Accelerator's processes while the context lasts; None changes nothing.
 
     Raises:
-        HeadPruneError: It is no Accelerator, or its processes have no process group.
+        HeadPruneError: ``accelerator`` is no Accelerator, or its processes have no process group.
     """
     if accelerator is None or current().size > 1:
         yield current()
@@ -339,12 +340,12 @@ def accelerator_ranks(accelerator: Accelerator | None) -> Iterator[Ranks]:
 
 @contextmanager
 def launcher_ranks() -> Iterator[Ranks]:
-    """Share out the work among the processes that a launcher started, while the context lasts; alone, if there are no others.
+    """Share work among the processes of a launcher (torchrun …) while the context lasts; does nothing without a launcher.
 
-    Each takes a GPU of its own, where there are some.
+    Each process takes a GPU, in turn, if there are any.
 
     Raises:
-        HeadPruneError: The processes do not find each other.
+        HeadPruneError: The processes cannot connect.
     """
     numbers = place()
     if numbers is None:
@@ -354,10 +355,10 @@ def launcher_ranks() -> Iterator[Ranks]:
     devices = torch.cuda.device_count()
     if devices:
         torch.cuda.set_device(local % devices)
-    # The default group is the default argument of this module's functions. transformers imports it when it loads a model: with a group
-    # there by then, it would keep that for ever.
+    # Functions of this module take the default group as a default argument. If transformers imported it later, with a model, it would
+    # hold the group for ever.
     import_module("torch.distributed.nn.functional")
-    # For trainings: NCCL sums gradients, where every process has a device of its own.
+    # For training: NCCL sums gradients if every process has its own device.
     backend = "cpu:gloo,cuda:nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", size)) <= devices else "gloo"
     try:
         dist.init_process_group(backend, rank=rank, world_size=size, timeout=_PATIENCE)
@@ -367,17 +368,17 @@ def launcher_ranks() -> Iterator[Ranks]:
         raise HeadPruneError(message, "Check MASTER_ADDR and MASTER_PORT, or start by torchrun.") from error
     with ranks.run_together():
         yield ranks
-    # A thread of gloo's that still runs when the interpreter ends may release the tensors of the last message then, which needs the
-    # interpreter: the process would abort. The last reference to a group ends its threads. Not after an error: it would wait for the others.
+    # A gloo thread that still runs at interpreter exit may release the last message's tensors, which needs the interpreter: the process
+    # would abort. Dropping the last reference to a group ends its threads. Not after an error, when it would wait for the other ranks.
     dist.destroy_process_group()
-    gc.collect()  # DistributedDataParallel has references to it
+    gc.collect()  # DistributedDataParallel holds references to the group
 
 
 def place() -> tuple[int, int, int] | None:
-    """This process's number, how many there are, and its number on this machine, as a launcher says; None for one process.
+    """(rank, world size, local rank) from a launcher's environment; None for a single process.
 
     Raises:
-        HeadPruneError: A launcher says only a part of it.
+        HeadPruneError: The launcher's environment is incomplete.
     """
     launcher = get_cpu_distributed_information()
     if launcher.world_size < 2:

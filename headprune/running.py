@@ -1,4 +1,4 @@
-"""A model while it runs: quietly, with the same answers each time, and left as it was; and its modules' calls wrapped."""
+"""Context managers to run a model reproducibly and restore it afterwards, to wrap module calls, and for activation checkpointing."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ T = TypeVar("T")
 
 
 class Progress(Protocol):
-    """A callback that is told how far a long run is."""
+    """A progress callback of a long run."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None:
-        """``done`` of ``total`` steps; ``note`` is more for a person who waits, such as the widest interval so far."""
+        """``done`` of ``total`` steps are finished; ``note`` is text for the user, such as the widest interval so far."""
 
 
 def no_progress(done: int, total: int, note: str = "") -> None:
-    """Progress that no one follows."""
+    """A `Progress` callback that does nothing."""
 
 
 def tracked(items: Collection[T], progress: Progress) -> Iterator[T]:
-    """The items one by one; after each, how many are done."""
+    """Iterate over items, and report progress after each."""
     for done, item in enumerate(items, 1):
         yield item
         progress(done, len(items))
@@ -38,15 +38,15 @@ def tracked(items: Collection[T], progress: Progress) -> Iterator[T]:
 
 @contextmanager
 def quiet(model: nn.Module, *, exact: bool = True, attributes: bool = True) -> Iterator[None]:
-    """The same answers each time, from attention that computes every head by itself; afterwards the model is as it was.
+    """Make a model's answers reproducible, and its attention compute every head, while the context lasts; then restore the model.
 
     Evaluation mode, so no dropout; no key/value cache; stand-ins for fused attention (`exact_attention`); outside of
     `torch.inference_mode`.
 
     Args:
-        exact: Run compiled modules as plain Python and float32 products with all their bits. Not so where a model is measured as
-            its user runs it.
-        attributes: Restore the modules' attributes and buffers afterwards. Not so for single passes: it copies every buffer.
+        exact: Run compiled modules as plain Python, and float32 products in full precision. False to measure a model as its user
+            runs it.
+        attributes: Restore the modules' attributes and buffers afterwards, which copies every buffer. False for single passes.
     """
     with ExitStack() as stack:
         gradients = torch.is_grad_enabled()
@@ -68,7 +68,7 @@ def quiet(model: nn.Module, *, exact: bool = True, attributes: bool = True) -> I
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Evaluation mode for every module while the context lasts; afterwards each module has its own mode again."""
+    """Put every module into evaluation mode while the context lasts; then restore each module's mode."""
     with ExitStack() as stack:
         for model in models:
             for module in model.modules():
@@ -89,16 +89,16 @@ def uncompiled() -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """float32 products with all their bits while the context lasts: no TF32 on a GPU, no bfloat16 in oneDNN.
+    """Compute float32 products in full precision while the context lasts: no TF32 on a GPU, no bfloat16 in oneDNN.
 
-    TF32 has 10 bits, and convolutions use it by default. Where a pruned model is compared with the masked one, or sums are fitted to,
-    that would look like another answer.
+    TF32 has a 10-bit mantissa, and convolutions use it by default. Its rounding would disturb least-squares fits and the comparison of
+    a pruned model with the masked one.
     """
     backends: Any = torch.backends
     with ExitStack() as stack:
         try:
             before = torch.get_float32_matmul_precision()
-        except RuntimeError:  # it was set by the settings of PyTorch 2.9, which this may not be mixed with
+        except RuntimeError:  # set through PyTorch 2.9's new settings, which must not be mixed with the old ones
             for place in (backends.cuda.matmul, backends.mkldnn.matmul):
                 _set_for_a_while(stack, place, "fp32_precision", "ieee")
         else:
@@ -121,7 +121,7 @@ def _set_for_a_while(stack: ExitStack, place: Any, name: str, value: object) -> 
 
 
 def restorer(parts: Iterable[Any]) -> Callable[[], None]:
-    """What gives dicts and sets the content back that they have now; all of them also where it is interrupted once."""
+    """A function that restores the present content of dicts and sets; completely, even if it is interrupted once."""
     before = [(part, part.copy()) for part in parts]
 
     def restore_all() -> None:
@@ -141,7 +141,7 @@ def restorer(parts: Iterable[Any]) -> Callable[[], None]:
 
 @contextmanager
 def held(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
-    """What dicts hold now, they hold again when the context ends; a model has thousands, so there is no callback for each."""
+    """Restore the content of dicts when the context ends; one callback for all, since a model has thousands."""
     restore = restorer(dicts)
     try:
         yield
@@ -151,8 +151,8 @@ def held(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
 
 @contextmanager
 def uncached(model: nn.Module) -> Iterator[None]:
-    """No key/value cache: no text is generated, and a block that runs twice would find its own keys in it."""
-    # A decoder may have a config of its own.
+    """Disable the key/value cache: no text is generated, and a block that runs twice would find its own keys in it."""
+    # A decoder may have its own config.
     configs: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
     with ExitStack() as stack:
         for config in configs.values():
@@ -163,7 +163,7 @@ def uncached(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def exact_attention(model: nn.Module) -> Iterator[None]:
-    """Replace every module that needs a stand-in while the context lasts."""
+    """Replace every module that needs a stand-in, such as fused attention, while the context lasts."""
     stand_ins: dict[int, nn.Module | None] = {}
     with ExitStack() as stack:
         for parent in list(model.modules()):
@@ -180,14 +180,14 @@ def exact_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules afterwards: one such as D2L's ``attention_weights`` would hold the traced graph."""
+    """Restore all modules' attributes afterwards: one such as D2L's ``attention_weights`` would keep the traced graph alive."""
     modules = list(model.modules())
     every = [(name, value) for module in modules for name, value in vars(module).items()]
     caches = [value for name, value in every if type(value) is dict and name[0] != "_"]
-    # A model may register hooks on its first run (transformers' `capture_outputs`), and note that in an attribute. Both are
-    # restored, or a later run would register the hooks once more.
+    # A model may register hooks on its first run (transformers' `capture_outputs`), and record that in an attribute. Both are
+    # restored, or a later run would register the hooks again.
     hooks = [value for name, value in every if "_hooks" in name and isinstance(value, dict)]
-    # A compiled script has something else there.
+    # In TorchScript modules, `_buffers` is no dict.
     buffers = [module._buffers for module in modules if isinstance(module._buffers, dict)]
     copies: dict[int, Tensor] = {}
     with held((*map(vars, modules), *caches, *buffers, *hooks)), ExitStack() as stack:
@@ -196,20 +196,20 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                 stack.callback(value.__setitem__, slice(None), list(value))
         for cache in caches:
             if any(isinstance(v, Tensor) for v in cache.values()):
-                cache.clear()  # tensors kept from earlier calls have no graph
+                cache.clear()  # tensors cached by earlier calls have no graph
         for own in buffers:
             for name, buffer in own.items():
-                if buffer is not None:  # a forward may write into it, so it gets a copy
+                if buffer is not None:  # use a copy: a forward pass may modify it in place
                     own[name] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield
 
 
-# -- what some passes need besides ----------------------------------------------------------------
+# -- for some passes only -------------------------------------------------------------------------
 
 
 @contextmanager
 def config_kept(model: nn.Module) -> Iterator[None]:
-    """Leave a model's configs as they are: classifiers note their ``problem_type`` in it when they first compute a loss."""
+    """Restore a model's configs afterwards: classifiers set ``problem_type`` when they first compute a loss."""
     every = (getattr(module, "config", None) for module in model.modules())
     configs: dict[int, Any] = {id(c): c for c in every if hasattr(c, "to_dict") and not isinstance(c, type)}
     with held(map(vars, configs.values())):
@@ -218,7 +218,7 @@ def config_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients for the weights while the context lasts: the backward pass to the gates then takes half the time."""
+    """Disable gradients of the weights while the context lasts, which halves the time of a backward pass to the gates."""
     before = [(module, name, module._parameters[name]) for module, name in trainable(model)]
     for *_, p in before:
         if p is not None:
@@ -229,23 +229,23 @@ def frozen(model: nn.Module) -> Iterator[None]:
         for module, name, p in before:
             if p is not None:
                 p.requires_grad_(True)
-            if (now := module._parameters.get(name)) is not None:  # another one, where a hook of accelerate loads it
+            if (now := module._parameters.get(name)) is not None:  # accelerate's hooks may have replaced it
                 now.requires_grad_(True)
 
 
 def forget_compiled() -> None:
-    """Let `torch.compile` compile again: code from before a module changed may not notice the change."""
+    """Reset `torch.compile`, whose compiled code may not notice a changed module."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 @contextmanager
 def wrapped(modules: Mapping[str, nn.Module], around: Callable[..., Any], method: str = "_call_impl") -> Iterator[None]:
-    """Wrap a method of modules while the context lasts: by default the call with its hooks, or ``"forward"`` inside them.
+    """Wrap a method of modules while the context lasts: by default the call including hooks, or ``"forward"`` without them.
 
     Args:
         modules: By name.
-        around: Called in the method's place with (name of the module, the method, and then the method's arguments).
+        around: Called instead of the method, with (module name, method, *arguments of the method).
         method: The method's name.
     """
     before: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
@@ -262,7 +262,7 @@ def wrapped(modules: Mapping[str, nn.Module], around: Callable[..., Any], method
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """A model's blocks, by name: transformers' own, or else the outermost entries of lists of modules; no blocks inside blocks."""
+    """A model's blocks, by name: those that transformers marks, otherwise the items of ModuleLists; no blocks inside blocks."""
     blocks: dict[str, nn.Module] = {}
     named = dict(model.named_modules())
     marked = [n for n, m in named.items() if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)]
@@ -276,12 +276,12 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def checkpointed(model: nn.Module, always: bool = False) -> Iterator[None]:
-    """Activation checkpointing, if ``always``, if the model has enabled it, or if some of its weights are offloaded.
+    """Use activation checkpointing if ``always``, if the model has enabled it, or if some of its weights are offloaded.
 
-    By itself it only happens in training mode, with dropout. A graph holds the weights that were loaded for it: with checkpoints only those
-    of one block at a time.
+    transformers itself uses it only in training mode, with dropout. With offloaded weights, an autograd graph keeps all loaded weights in
+    memory; with checkpoints, only those of one block at a time.
     """
-    # Transformers has two names for it.
+    # transformers has an old and a new name for it.
     newer = hasattr(type(model), "is_activation_checkpointing")
     enabled = getattr(model, "is_activation_checkpointing" if newer else "is_gradient_checkpointing", False)
     blocks = blocks_of(model) if always or enabled or is_offloaded(model) else {}
@@ -292,11 +292,11 @@ def checkpointed(model: nn.Module, always: bool = False) -> Iterator[None]:
     def around(name: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
-    # To its end: what loaded a module's weights must unload them again. A block that runs twice would find its own keys in a cache.
+    # No early stop, so that hooks unload the weights that they loaded. No cache: a block that runs twice would find its own keys in it.
     with wrapped(blocks, around), set_checkpoint_early_stop(False), uncached(model):
         yield
 
 
 def recomputing() -> bool:
-    """Whether a backward pass is on, in which a checkpointed block runs once more: hooks that note something have noted it already."""
+    """Whether a backward pass is running, in which checkpointed blocks run a second time; hooks that record should then skip."""
     return torch._C._current_graph_task_id() != -1

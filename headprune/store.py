@@ -1,26 +1,26 @@
-"""Results of a computation by name: made once, and found again by whoever asks again, also after the process was killed.
+"""A cache of named results: each is computed once, and found again later, even after the process was killed.
 
-One `Store` is the cache within a run, what an interrupted run goes on from, and how several processes get one result. A scoring
-method, a search and a whole run use it alike::
+A `Store` is the cache within a run, lets an interrupted run resume, and gives several processes the same result. A scoring method, a
+search and a whole run use it in the same way::
 
     def prune_run(config, folder, ui):
         model, data, work = ..., ..., folder.store(ui.say)
-        known = work.keyed("score", model, data, config.scoring)                # named by all that the scores depend on
+        known = work.keyed("score", model, data, config.scoring)                # key: all that the scores depend on
         scores = [known.get(m, partial(score, model, data.score, m, work=work)) for m in config.methods]
-        store = work.keyed("prune", model, data, config, scores)                # named by all that the rest depends on
+        store = work.keyed("prune", model, data, config, scores)                # key: all that the rest depends on
         result = store.get("search", partial(search, dense, scores, config.budgets, data.choose, store=store))
         base = store.get("dense", partial(evaluate, model, data.report))
         times = store.get("latency", partial(current().first, "latency", partial(benchmark, models)))  # by one process
         results = [store.get(f"pruned {plan.kept}", partial(carry_out, plan, store.folder / "content")) for plan in result.plans]
 
-    store = Store()                   # the Python API: in memory, gone with it
-    store = Store(Path("work"))       # on disk: after a kill the same calls find what was finished
+    store = Store()                   # the Python API: in memory
+    store = Store(Path("work"))       # on disk: after a kill the same calls find the finished results
 
-`Store.get` gives what was kept, so that a run that goes on gives what an undisturbed run gives, to the bit. Values are what JSON
+`Store.get` returns stored values exactly, so a resumed run gives bitwise the same results as an uninterrupted one. Values are what JSON
 and safetensors can hold: numbers, texts, None, lists, tuples, dicts, tensors, arrays, and headprune's dataclasses and documents made
-of such. A file is never unpickled, and a damaged one is noticed by its checksum: its value is made again.
+of these. Files are never unpickled. A damaged file is detected by its checksum, and its value is computed again.
 
-`Store.keyed` has a folder for every computation, named by a `digest` of all that it depends on: results of another model, data,
+`Store.keyed` gives every computation its own folder, named by a `digest` of all that it depends on, so results of another model, data,
 seed, option or version are never mixed in.
 """
 
@@ -55,17 +55,16 @@ SUFFIX = ".part"
 
 
 class Store:
-    """Results by name.
+    """A cache of results by name.
 
-    Where several processes share out the work (`headprune.parallel`), all of them call it alike, and get what the first one keeps.
+    If several processes share the work (`headprune.parallel`), all of them make the same calls, and get the results that rank 0 stores.
 
     Args:
-        folder: For files, one for each result, which appears complete or not at all; made when the first one is. None keeps results
-            in memory.
-        say: Called with a remark about unfinished work that is there already.
+        folder: For the files, one per result, written atomically; created with the first result. None keeps results in memory.
+        say: Called with a remark if the folder already holds unfinished work.
 
     Attributes:
-        seconds: That interrupted runs took of this computation.
+        seconds: Time that interrupted runs have spent on this computation.
     """
 
     def __init__(self, folder: Path | None = None, say: Callable[[str], None] = lambda text: None) -> None:
@@ -76,11 +75,11 @@ class Store:
         self.seconds = max((head["seconds"] for head in heads if head), default=0.0)
 
     def keyed(self, name: str, *facts: Any) -> Store:
-        """The store of one computation, in a folder of its own; in memory, if this one is.
+        """The store of one computation, in its own folder; in memory if this store is.
 
         Args:
-            name: Of the computation, for the folder's name and for remarks.
-            facts: All that its results depend on, as `digest` takes it.
+            name: The computation's name, for the folder's name and for remarks.
+            facts: Everything that its results depend on: the arguments of `digest`.
         """
         if self.folder is None:
             return Store()
@@ -94,13 +93,13 @@ class Store:
         return Store(own, self._say)
 
     def get(self, name: str, make: Callable[[], T]) -> T:
-        """The result of this name: the one that is kept, or else what ``make`` gives, which is kept then.
+        """Return the stored result of this name; if there is none, call ``make`` and store its result.
 
-        All of several processes call ``make``, so that they can share out the work in it, and the first one's result counts. For what
-        only one of them is to do: ``store.get(name, partial(current().first, name, make))``.
+        All ranks call ``make``, so that they can share the work in it; rank 0's result is stored. To run ``make`` on one rank only, use
+        ``store.get(name, partial(current().first, name, make))``.
 
         Raises:
-            HeadPruneError: It cannot be kept: the disk is full, or no file can hold it.
+            HeadPruneError: The result cannot be stored: the disk is full, or no file can hold it.
         """
         ranks = current()
         known: tuple[T, ...] = ranks.first(f"looking for {name}", partial(self._find, name))
@@ -116,11 +115,11 @@ class Store:
         costs: Sequence[float] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[T]:
-        """As `get`, for many results at once: each is made by one process, and kept as soon as it is made.
+        """As `get`, for many results at once: each is computed by one rank, and stored immediately.
 
         Args:
-            name: Of all of them, for `headprune.parallel.Ranks.share`; as ``costs`` and ``progress``.
-            parts: What makes each result, by its name.
+            name, costs, progress: For `headprune.parallel.Ranks.share`.
+            parts: Name of each result -> function that computes it.
         """
         ranks = current()
         known: dict[str, tuple[T, ...]] = ranks.first(
@@ -135,11 +134,11 @@ class Store:
         return ranks.share(name, tasks, left, progress)
 
     def known(self, name: str) -> Any:
-        """What this process finds under a name; None if nothing is kept."""
+        """The result that this process finds under a name; None if there is none. Does not consult other ranks."""
         return next(iter(self._find(name)), None)
 
     def keep(self, name: str, value: T) -> T:
-        """A value as it will be found again under its name, now that it is kept.
+        """Store a value under a name; returns it as later reads will return it.
 
         Raises:
             HeadPruneError: As `get`.
@@ -161,16 +160,16 @@ class Store:
         return kept
 
     def forget(self, name: str) -> None:
-        """Remove a result, so that it is made again when it is asked for."""
+        """Remove a result, so that the next `get` computes it again."""
         self._memory.pop(name, None)
         if self.folder is not None:
             self._path(name).unlink(missing_ok=True)
 
     def _find(self, name: str) -> tuple[Any, ...]:
-        """What is kept under a name, alone in a tuple; () if there is nothing, or a damaged file."""
+        """The result stored under a name, as a 1-tuple; () if there is none, or its file is damaged."""
         if self.folder is None:
             return (self._memory[name],) if name in self._memory else ()
-        with suppress(Exception):  # whatever it holds: it is made again
+        with suppress(Exception):  # an unreadable result is computed again
             head, tensors = _read(self._path(name))
             if head["name"] == name:
                 return (_restored(head["value"], tensors_of(tensors)),)
@@ -183,7 +182,7 @@ class Store:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """A file's name, seconds and value, and the bytes of its tensors; all empty if there is none, or a damaged one."""
+    """(name, seconds and value of a file; bytes of its tensors); both empty if the file is missing or damaged."""
     with suppress(OSError, LookupError, TypeError, ValueError, RecursionError):
         content = path.read_bytes()
         if hashlib.sha256(content[32:]).digest() == content[:32]:
@@ -194,9 +193,9 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def digest(*values: Any) -> str:
-    """A short hash of values and all that they are made of; of a model its weights, config, modules and plain attributes.
+    """A short hash of values and their content; for a model, of its weights, config, modules and plain attributes.
 
-    What cannot be compared with others, such as a function, gets another hash each time.
+    Values that cannot be compared, such as functions, get a different hash each time.
     """
     facts = [[fingerprint(value), traits(value)] if isinstance(value, nn.Module) else value for value in values]
     tensors: list[Tensor] = []
@@ -208,7 +207,7 @@ def digest(*values: Any) -> str:
 
 
 def traits(model: nn.Module) -> list[Any]:
-    """What a model computes with beside its weights: config, its modules' classes, buffers that are not saved, plain attributes."""
+    """Everything besides its weights that a model's answers depend on: config, module classes, non-persistent buffers, plain attributes."""
     modules, saved = dict(model.named_modules()), set(model.state_dict())
     own = {f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()}
     plain = {k: v for k, v in own.items() if isinstance(v, bool | int | float | str) and not k.endswith(".training")}
@@ -221,18 +220,18 @@ def traits(model: nn.Module) -> list[Any]:
     ]
 
 
-# -- values as a file holds them ---------------------------------------------------------------------
+# -- serialisation of values -------------------------------------------------------------------------
 
 
 def _plain(value: Any, tensors: list[Tensor], where: str | None = None) -> Any:
-    """A value as JSON can hold it: None, numbers and texts as they are, all else as [what it is, what is in it].
+    """A value as JSON: None, numbers and texts unchanged, everything else as [kind, content].
 
     Args:
-        tensors: Gets those in it, for which their numbers stand.
-        where: The value's name, for errors. Without one, what no file can hold is no error: a text stands for it, of other values another.
+        tensors: The value's tensors are appended here; the JSON refers to them by index.
+        where: The value's name, for errors. Without one, an unsupported value is no error, but becomes a text that identifies it.
 
     Raises:
-        HeadPruneError: No file can hold something in it.
+        HeadPruneError: The value contains something that no file can hold.
     """
 
     def parts(values: Iterable[tuple[Any, Any]]) -> list[Any]:
@@ -262,7 +261,7 @@ def _plain(value: Any, tensors: list[Tensor], where: str | None = None) -> Any:
 
 
 def _restored(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `_plain` was given."""
+    """The inverse of `_plain`: the value that it was given."""
     if not isinstance(data, list):
         return data
     kind, content = data
@@ -275,10 +274,10 @@ def _restored(data: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _class_named(path: str) -> Any:
-    """A class of headprune's that holds values, and no other.
+    """Resolve the name of one of headprune's dataclasses; refuses everything else.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The name is of no such dataclass.
     """
     kind = resolve_name(path) if path.startswith("headprune.") else None
     if not isinstance(kind, type) or not is_dataclass(kind):

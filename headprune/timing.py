@@ -1,4 +1,4 @@
-"""What a forward pass spends its time on, and what a plan can gain of it at most."""
+"""Break down the time of a forward pass by parts of the model, and bound the speed-up of a plan."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ MIN_PASSES, MAX_PASSES = 5, 15
 PROJECTIONS, ATTENTION, FEED_FORWARD, ENDS, REST, LAUNCH = PARTS = (
     "attention projections", "attention itself", "feed-forward", "embeddings and head", "the rest", "launch overhead",
 )  # fmt: skip
-"""The parts of a forward pass. ``"the rest"`` is what stands between: norms, sums, masks, layers without attention."""
+"""The parts of a forward pass. ``"the rest"`` is everything else: norms, sums, masks, layers without attention."""
 
 Head = tuple[str, int]
-"""The name of its layer, and its number."""
+"""(layer name, head number)."""
 
 
 @dataclass(frozen=True)
 class ModuleCost:
-    """What one projection, or one attention module without its projections, costs.
+    """The time of one projection, or of one attention module without its projections.
 
     Attributes:
         time: Milliseconds of its operations.
-        launch: Milliseconds of launching them.
-        width: Its features; of an attention module, its heads.
-        users: Which heads use each feature; features of no single head are left out.
+        launch: Milliseconds of launch overhead.
+        width: Number of features; for an attention module, of heads.
+        users: The heads that use each feature; without features that belong to no single head.
         layers: The layers that it is part of.
     """
 
@@ -55,7 +55,7 @@ class ModuleCost:
     layers: frozenset[str]
 
     def saved(self, gone: frozenset[Head], empty: frozenset[str]) -> float:
-        """Milliseconds that are saved when some heads are gone, and with them all of some layers."""
+        """Milliseconds saved without the heads ``gone``; ``empty``: the layers that lose all their heads."""
         if self.layers <= empty:
             return self.time + self.launch
         return self.time * sum(users <= gone for users in self.users) / self.width
@@ -63,17 +63,17 @@ class ModuleCost:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """What a forward pass on one input shape spends its time on.
+    """How the time of a forward pass on one input shape divides among the parts of the model.
 
     Attributes:
-        batch, length: Examples, and tokens of each; 0 tokens if there are no ``input_ids``.
+        batch, length: Batch size, and tokens per example; 0 tokens without ``input_ids``.
         total: Milliseconds.
         parts: Milliseconds of each part, which add up to ``total``: attention projections, attention itself (scores, softmax, values),
-            feed-forward, embeddings and head, the rest (norms, sums, masks, layers without attention), and launch overhead. This is the time
-            in which no operation runs: on the CPU what Python and PyTorch need between operations, on CUDA the device's idle time.
-        costs: Of every projection and every attention module.
+            feed-forward, embeddings and head, the rest (norms, sums, masks, layers without attention), and launch overhead. The last is the
+            time in which no operation runs: on the CPU the time of Python and PyTorch between operations, on CUDA the device's idle time.
+        costs: The `ModuleCost` of every projection and every attention module.
         layers: The model's attention layers.
-        stand_ins: Whether plain operations took the place of fused ones, which cannot be looked into (`torch.nn.MultiheadAttention`).
+        stand_ins: Whether plain operations replaced fused ones, which cannot be profiled inside (`torch.nn.MultiheadAttention`).
     """
 
     batch: int
@@ -90,10 +90,10 @@ class Breakdown:
         return {name: time / self.total for name, time in self.parts.items()}
 
     def bound(self, plan: Plan) -> float:
-        """How many times as fast the model can get by a plan at most (Amdahl's law).
+        """The largest speed-up that a plan can give, as a factor (Amdahl's law).
 
-        The removed heads' share of the projections and of attention itself is saved, and nothing else, as if the time were
-        proportional to the features that are left. Of a layer without heads, the launch overhead is saved too.
+        It assumes that the time of projections and of attention itself is proportional to the remaining features, and that
+        nothing else gets faster, except that a layer without heads also saves its launch overhead.
 
         Raises:
             HeadPruneError: The plan is not for these layers.
@@ -111,17 +111,17 @@ def breakdown(
     layers: Sequence[AttentionLayer] | None = None,
     min_seconds: float | None = None,
 ) -> Breakdown:
-    """What a forward pass spends its time on: attention, feed-forward, embeddings and head, launch overhead.
+    """Break down the time of a forward pass: attention, feed-forward, embeddings and head, launch overhead.
 
-    The total is the median time of passes; its parts are in proportion to those of passes under PyTorch's profiler, which costs less
-    than a microsecond an operation. So the launch overhead of models that take less than a few milliseconds is rough.
+    The total is the median time of unprofiled passes, divided in proportion to the parts of passes under PyTorch's profiler. The
+    profiler costs less than a microsecond per operation, so the launch overhead of models that take only a few milliseconds is rough.
 
     Args:
-        min_seconds: Time of all passes together, at least, but for at most 15 passes; by default 1 s.
+        min_seconds: Minimum time of all passes together, with at most 15 profiled passes; by default 1 s.
 
     Raises:
-        HeadPruneError: The model does not run on the example, has no attention that can be seen, or is on another device than the CPU
-            or CUDA.
+        HeadPruneError: The model does not run on the example, has no attention that headprune can trace, or is neither on the CPU nor on
+            CUDA.
     """
     device = model_device(model)
     if device.type not in ("cpu", "cuda"):
@@ -145,12 +145,12 @@ def breakdown_of(
     model: nn.Module, layers: Layers, shape: tuple[int, int], passes: Sequence[ProfiledPass], wall: float,
     stand_ins: bool,
 ) -> Breakdown:  # fmt: skip
-    """The parts, from profiled passes and the milliseconds of a pass without the profiler."""
-    # By module: what interrupts a pass now and then, such as another process, is in few modules' time.
+    """The `Breakdown`, from profiled passes and ``wall``, the milliseconds of a pass without the profiler."""
+    # Medians by module: an occasional interruption, such as another process, affects only few modules of a pass.
     every = [p.busy for p in passes], [p.idle for p in passes]
     busy, idle = ({name: median(times[name] for times in each) for name in passes[0].busy} for each in every)
-    if model_device(model).type == "cuda":  # kernels are not slowed by the profiler; what launches them is
-        waiting = max(0.0, wall - sum(busy.values()))  # where kernels run at the same time, none
+    if model_device(model).type == "cuda":  # the profiler slows launches, but not kernels
+        waiting = max(0.0, wall - sum(busy.values()))  # 0 if kernels overlap
         scale = waiting / (sum(idle.values()) or 1.0)
         idle = {name: time * scale for name, time in idle.items()}
     scale = wall / (sum(busy.values()) + sum(idle.values()))
@@ -185,7 +185,7 @@ def _cost(model: nn.Module, layers: Layers, part: str, name: str, time: float, l
     is_output = any(place is layer.output_projection for layer, place in held)
     sizes = ("in_features", "in_channels", "nx") if is_output else ("out_features", "out_channels", "nf")
     known = (getattr(model.get_submodule(name), size, None) for size in sizes)
-    width = next((n for n in known if isinstance(n, int)), 0) or len(features) or 1  # with the features of no head
+    width = next((n for n in known if isinstance(n, int)), 0) or len(features) or 1  # with features of no single head
     own = frozenset(layer.name for layer, _ in held) or frozenset(layer.name for layer in inside)
     return ModuleCost(time, launch, width, tuple(map(frozenset, features.values())), own)
 
@@ -194,17 +194,17 @@ def _cost(model: nn.Module, layers: Layers, part: str, name: str, time: float, l
 
 _MARK = "headprune:"
 _CPU = _autograd.DeviceType.CPU
-_EMPTY = 64  # ranges without content, which show what a range costs
+_EMPTY = 64  # empty ranges, to measure the cost of a range
 
 
 @dataclass
 class ProfiledPass:
-    """A profiled forward pass, in milliseconds by module: of its own time, not of the modules in it.
+    """A profiled forward pass, in milliseconds by module, without the time of its submodules.
 
     Attributes:
-        busy: Operations: on CUDA the kernels that they launched, else what the CPU took.
-        idle: The time between operations, on the CPU, without what the ranges cost.
-        started: When each module was first called, by the profiler's clock.
+        busy: Time of operations: on CUDA of the kernels that they launch, otherwise on the CPU.
+        idle: CPU time between operations, without the cost of the ranges.
+        started: Time of each module's first call, on the profiler's clock.
     """
 
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -213,12 +213,12 @@ class ProfiledPass:
 
 
 def profiled(model: nn.Module, example: Example, device: torch.device) -> ProfiledPass:
-    """A forward pass, with a range around every module's call."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # some builds of PyTorch note every profile on stderr
+    """Profile a forward pass, with a profiler range around every module's call."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # some builds of PyTorch log every profile on stderr
     cuda = device.type == "cuda"
     activities = (ProfilerActivity.CPU, ProfilerActivity.CUDA) if cuda else (ProfilerActivity.CPU,)
     with profile(activities=activities) as result, torch.inference_mode(), uncompiled():
-        call(model, example)  # what the start of a profile has driven out of the caches comes back
+        call(model, example)  # refills the caches after the start of the profiler
         with wrapped(dict(model.named_modules()), _ranged):
             call(model, example)
         for _ in range(_EMPTY):
@@ -227,21 +227,21 @@ def profiled(model: nn.Module, example: Example, device: torch.device) -> Profil
         if cuda:
             torch.cuda.synchronize(device)
     times = read(events := result.events(), on_device=cuda)
-    while events:  # they refer to one another: some 100 MB a pass would wait for Python to look for such
+    while events:  # cyclic references: some 100 MB per pass would wait for the garbage collector
         events.pop().__dict__.clear()
     result.action_map.clear()
     return times
 
 
 def read(events: Iterable[Any], *, on_device: bool) -> ProfiledPass:
-    """What a profiler's events say (`torch.autograd.profiler_util.FunctionEvent`).
+    """A `ProfiledPass` from a profiler's events (`torch.autograd.profiler_util.FunctionEvent`).
 
-    An operation counts with all that it calls, for the module in whose range it is. On a device it takes what its kernels take.
+    An operation, with all that it calls, counts for the module in whose range it runs. On CUDA its time is that of its kernels.
     """
     times = ProfiledPass()
     events = [event for event in events if event.device_type == _CPU]  # others are kernels, or CUDA's copies of ranges
     starts = sorted(event.time_range.start for event in events if event.name == "empty")
-    half = median([b - a for a, b in pairwise(starts)] or [0.0]) / 2  # of what a range costs: in it, and around it
+    half = median([b - a for a, b in pairwise(starts)] or [0.0]) / 2  # a range's cost falls half inside it, half around
     for event in events:
         parent, took = event.cpu_parent, event.time_range.elapsed_us()
         around = parent.name.removeprefix(_MARK) if parent is not None and parent.name.startswith(_MARK) else None
@@ -264,20 +264,20 @@ def _ranged(name: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any)
         return method(*args, **kwargs)
 
 
-# -- which part a module is, from the traced layers and the modules' places, not from names ------------
+# -- the part that a module belongs to, from the traced layers and the module tree, not from names -----
 
 
 class ModulePlaces:
-    """The part of every module of a model.
+    """Assigns every module of a model to a part (`PARTS`).
 
-    A module with a matrix of weights, but for an embedding, is *weighted*. A layer's block is the smallest module that holds its
-    attention and a weighted module that is not of the attention: what is weighted there, and what is around that only, is
-    feed-forward. What is outside of all blocks, and not in a list of them, is embeddings or the head.
+    A *weighted* module has a weight matrix and is no embedding. A layer's block is the smallest module that contains its attention
+    and a weighted module outside the attention. Such weighted modules, and modules that contain only them, are feed-forward. A
+    module outside all blocks, and not in a list of blocks, belongs to the embeddings or the head.
 
     Args:
         layers: From the trace.
-        started: When each module was first called, in any unit; modules that were not called are left out. It shows
-            what comes behind an output projection in a module that does more than attention.
+        started: Time of each module's first call, in any unit; without modules that were not called. It shows which modules
+            run after the output projection inside a module that does more than attention.
     """
 
     def __init__(self, model: nn.Module, layers: Layers, started: Mapping[str, float]) -> None:
@@ -285,7 +285,7 @@ class ModulePlaces:
         self._attention = list(dict.fromkeys(layer.module for layer in layers))
         outputs = {a.module: a.output_projection.module for a in layers if a.output_projection and not a.concatenates}
         self._output = outputs
-        # Where the attention module itself holds the weights of a projection, its time cannot be separated from attention's.
+        # If the attention module itself holds a projection's weights, their times cannot be separated.
         self._projections = {part.module for a in layers for part in a.projections} | set(outputs.values())
         self._projections -= set(self._attention)
         self._matrices = {n for n, m in self._modules.items() if any(p.ndim > 1 for p in m.parameters(recurse=False))}
@@ -293,7 +293,7 @@ class ModulePlaces:
         outside = [n for n in self._weighted if _innermost(n, self._projections) is None and self._around(n) is None]
         self._feeding = {n for n in outside if n in started}
         self._blocks = {b for b in map(self._block, self._attention) if b is not None}
-        if "" in self._blocks:  # a model that is one block: what comes last is its head, what comes first its embedding
+        if "" in self._blocks:  # the model is one block: its last module is the head, the first ones are embeddings
             first = min(started[n] for n in outputs.values() if n in started) if outputs else 0.0
             late = sorted((n for n in self._feeding if started[n] > first), key=started.__getitem__)
             inner = {n for n in self._feeding if any(b and is_inside(n, b) for b in self._blocks)}
@@ -302,15 +302,15 @@ class ModulePlaces:
             self._feeding = {n for n in self._feeding if _innermost(n, self._blocks) is not None}
 
     def place(self, name: str) -> tuple[str, str | None]:
-        """The part that a module's own time belongs to, what it spends outside of the modules in it; and of attention the owner.
+        """(part, owner) of a module's own time, which excludes its submodules.
 
-        The owner is the projection or the attention module whose time it is; None in the other parts.
+        The owner is the projection or attention module that the time counts for; None in the other parts.
         """
         if (projection := _innermost(name, self._projections)) is not None:
             return PROJECTIONS, projection
         if (attention := self._around(name)) is not None:
             if name != attention and name in self._weighted:
-                return PROJECTIONS, attention  # of no single head, such as an adapter's
+                return PROJECTIONS, attention  # belongs to no single head, such as an adapter
             return ATTENTION, attention
         own = list(self._modules[name].parameters(recurse=False))
         if self._only_with(self._feeding, name) and not (own and all(p.ndim < 2 for p in own)):
@@ -321,7 +321,7 @@ class ModulePlaces:
         return ENDS if block is None or self._only_with(self._matrices, name) else REST, None
 
     def _around(self, name: str) -> str | None:
-        """The attention module whose attention a module is part of; None where it comes behind the output projection."""
+        """The attention module that contains a module; None if the module first runs after the output projection."""
         attention = _innermost(name, self._attention)
         if attention is None or name == attention:
             return attention
@@ -329,7 +329,7 @@ class ModulePlaces:
         return attention if behind is None or self._started.get(name, 0.0) <= behind else None
 
     def _block(self, attention: str) -> str | None:
-        """The block of an attention module; None if there is nothing but attention."""
+        """The block of an attention module; None if no module around it has feed-forward weights."""
         around = [*reversed(_path(attention)), ""]
         return next((b for b in around if any(is_inside(n, b) for n in self._feeding)), None)
 
@@ -337,22 +337,22 @@ class ModulePlaces:
         return any(is_inside(a, name) for a in (*self._attention, *self._projections))
 
     def _only_with(self, some: set[str], name: str) -> bool:
-        """Whether a module is in a part of the model that holds some of these, and no attention."""
+        """Whether the outermost module without attention that contains ``name`` also contains one of ``some``."""
         top = next((n for n in _path(name) if not self._holds_attention(n)), None)
         return top is not None and any(is_inside(n, top) for n in some)
 
     def _listed(self, name: str) -> bool:
-        """Whether a module is an item of a list of blocks, or inside of one."""
+        """Whether a module is in, or inside an item of, a ModuleList that holds attention."""
         lists = (n for n in _path(name)[:-1] if isinstance(self._modules.get(n), nn.ModuleList))
         return any(map(self._holds_attention, lists))
 
 
 def _path(name: str) -> list[str]:
-    """A module and those that it is in, the outermost first, without the model itself."""
+    """A module's name and those of the modules around it, outermost first, without the model itself."""
     names = name.split(".") if name else []
     return [".".join(names[:n]) for n in range(1, len(names) + 1)]
 
 
 def _innermost(name: str, among: Iterable[str]) -> str | None:
-    """The innermost of some modules that a module is, or is inside."""
+    """The innermost of ``among`` that is, or contains, the module ``name``; None if there is none."""
     return max((n for n in among if is_inside(name, n)), key=len, default=None)

@@ -1,10 +1,10 @@
-"""Folders of models, pruned or not: written so that headprune and transformers load them, and proved when they are loaded.
+"""Save pruned or dense models to folders that headprune and transformers can load, and prove each load.
 
-A folder holds the weights (``model.safetensors``, sharded where they are large), the model's config, a processor, and
+A folder holds the weights (``model.safetensors``, sharded if they are large), the model's config, a processor, and
 
-- ``headprune.json``: the class, how the model's modules differ from that class (`headprune.pruned`), which heads went;
+- ``headprune.json``: the class, how the model's modules differ from that class (`headprune.pruned`), the removed heads;
 - ``README.md``: the model card (`card`);
-- ``headprune.safetensors``: the probe, a made-up input and the answers to it (`probe`);
+- ``headprune.safetensors``: the probe, a made-up input and the model's answers to it (`probe`);
 - for pruned transformers models that their stock class cannot represent (`stock`) ``modeling_headprune.py``, the code that transformers
   runs for ``from_pretrained(folder, trust_remote_code=True)`` where headprune is not installed (`remote_code`).
 

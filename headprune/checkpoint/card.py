@@ -1,7 +1,7 @@
-"""The model card of a folder (README.md, with the metadata that the Hugging Face Hub reads at its top), and the upload to the Hub.
+"""A folder's model card (README.md, with metadata for the Hugging Face Hub at its top), and the upload to the Hub.
 
-Everything in a card is read off the folder itself, so that it can be written again when more is known (`add_figures`). What the card of
-the model that it was made from says of license, languages and data is kept, and that card is copied beside as README-source.md.
+A card is written from the folder's content alone, so that it can be rewritten with more figures later (`add_figures`). It keeps the
+license, languages and datasets from the source model's card, and that card is copied beside it as README-source.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headprune.files import digest, read_json, write_file
 
 CARD, SOURCE_CARD = "README.md", "README-source.md"
 
-# What of a card's metadata still holds of a smaller model. Results that the larger one was measured to have do not.
+# Metadata of the source model's card that also holds for the pruned model. Its measured results do not.
 _KEPT = ("license", "license_name", "license_link", "language", "datasets", "base_model", "base_model_relation")
 _NOT_OF_THE_MODEL: dict[str, Any] = {"about": None, "files": None}  # in a folder's headprune.json
 _MARK = "\n<!-- Written by headprune ({}), which does not replace it once it was changed. -->\n"
@@ -30,13 +30,13 @@ _MARK = "\n<!-- Written by headprune ({}), which does not replace it once it was
 
 @dataclass(frozen=True)
 class Origin:
-    """The folder or repository that a model was loaded from, read before anything is written: perhaps into the same folder.
+    """The folder or repository that a model was loaded from. It is read before anything is written, perhaps into the same folder.
 
     Attributes:
-        card: Its card; None where there is none.
-        source_card: What lies beside that, of the model that it was made from itself.
+        card: Its model card; None if it has none.
+        source_card: Its README-source.md, the card of the model that it was itself made from.
         sidecar: Its headprune.json; None if headprune did not save it.
-        hub: Its name on the Hub, if it came from there.
+        hub: Its repository name, if it came from the Hub.
     """
 
     card: bytes | None = None
@@ -46,7 +46,7 @@ class Origin:
 
 
 def origin_of(model: Any) -> Origin:
-    """The origin that a transformers model's config names; files of the Hub are read from this machine's cache only."""
+    """The `Origin` that a transformers model's config names; reads the Hub's files from the local cache only."""
     source = str(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
     if source and (folder := Path(source)).is_dir():
         with suppress(HeadPruneError):
@@ -65,12 +65,12 @@ def origin_of(model: Any) -> Origin:
 
 
 def write_card(folder: Path, origin: Origin) -> None:
-    """Write the card of a folder that is complete but for it; one that somebody else wrote is left alone."""
+    """Write the card of an otherwise complete folder, unless the folder has a card that somebody else wrote or changed."""
     if not replaceable(_bytes(folder / CARD)):
         return
     sidecar, kept, source_card = read_json(folder / SIDECAR, "checkpoint"), _metadata(origin.card), origin.source_card
     same = origin.sidecar is not None and {**sidecar, **_NOT_OF_THE_MODEL} == {**origin.sidecar, **_NOT_OF_THE_MODEL}
-    if origin.card is not None and same:  # so the card holds, with what was measured
+    if origin.card is not None and same:  # the same model: its card still holds, figures included
         write_file(folder / CARD, origin.card)
     else:
         if origin.hub:
@@ -83,12 +83,12 @@ def write_card(folder: Path, origin: Origin) -> None:
 
 
 def metadata(folder: Path) -> dict[str, Any]:
-    """What a folder's card says of its model to the Hub."""
+    """The metadata in a folder's model card."""
     return _metadata(_bytes(folder / CARD))
 
 
 def add_figures(folder: Path, figures: str, dataset: str | None = None) -> None:
-    """Write the card of a folder that was just saved again, with what was measured (Markdown), and on which dataset of the Hub."""
+    """Rewrite a folder's card with measured figures (Markdown), and the Hub's name of the dataset that they come from."""
     sidecar, kept = read_json(folder / SIDECAR, "checkpoint"), metadata(folder)
     if dataset:
         kept["datasets"] = list(dict.fromkeys([*_listed(kept.get("datasets")), dataset]))
@@ -107,12 +107,12 @@ def add_tags(folder: Path, tags: Sequence[str]) -> None:
 
 
 def code(text: object) -> str:
-    """A text as Markdown's code, which is never markup, also in a table; on one line."""
+    """A text as inline Markdown code on one line, escaped for tables too."""
     return amounts.code(" ".join(in_line(str(text)).split())).replace("|", "\\|")
 
 
 def replaceable(card: bytes | None) -> bool:
-    """Whether there is no card, or one that nobody has changed since headprune wrote it."""
+    """Whether a card may be overwritten: there is none, or headprune wrote it and nobody changed it since."""
     if card is None:
         return True
     before, after = _MARK.split("{}")
@@ -123,17 +123,17 @@ def replaceable(card: bytes | None) -> bool:
 def upload(
     folder: Path, repo: str, *, private: bool | None = None, token: str | bool | None = None, **commit: Any
 ) -> str:
-    """Upload a folder's files in one commit, making the repository if there is none; a card that people wrote there stays.
+    """Upload a folder's files in one commit; creates the repository if needed, and keeps a card that people wrote there.
 
     Args:
         folder: A folder that headprune saved.
-        repo: ``"user/name"``; a name alone is one of the user's own.
+        repo: ``"user/name"``; a bare name is a repository of the user's own.
         private: Whether a new repository is private; by default as the user's settings say.
-        token: By default the one of ``hf auth login`` or ``HF_TOKEN``.
-        commit: More for `huggingface_hub.HfApi.upload_folder`, such as ``commit_message``, ``revision`` and ``create_pr``.
+        token: By default the token of ``hf auth login`` or ``HF_TOKEN``.
+        commit: Further arguments of `huggingface_hub.HfApi.upload_folder`: ``commit_message``, ``revision``, ``create_pr`` …
 
     Returns:
-        The commit's address.
+        The URL of the commit or pull request.
 
     Raises:
         HeadPruneError: The Hub cannot be reached or refuses: offline, no token, no right to write, no such name.
@@ -161,7 +161,7 @@ def files_to_upload(folder: Path) -> list[Path]:
 
 
 def _refusal(error: Exception) -> tuple[str, str]:
-    """Why the Hub was not written to, and what to do."""
+    """Why an upload failed, and a hint."""
     from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -184,7 +184,7 @@ def _write(
     call, base, structure = load_call(folder), kept.get("base_model"), sidecar["structure"]
     module, _, name = sidecar["class"].rpartition(".")
     layers = _layers(sidecar.get("heads", {}), sidecar["removed"])
-    # A repair may add biases before any head is gone.
+    # A repair may add biases to a model that has lost no head.
     entries, added = structure.get("modules", {}).items(), structure.get("biases", ())
     repaired = all(n in added and [*entry] == ["tensors"] and [*entry["tensors"]] == ["bias"] for n, entry in entries)
     pruned = bool(layers) or not repaired
@@ -208,19 +208,19 @@ def _write(
 
 
 def _layers(heads: Mapping[str, int], removed: Sequence[Mapping[str, Sequence[int]]]) -> list[dict[str, Any]]:
-    """Of every layer how many heads went, how many are left, and how many there were: 0 where that is not known."""
+    """Every layer's numbers of removed, kept and dense heads; ``heads`` is 0 if the dense number is not known."""
     gone: Counter[str] = Counter()
     for step in removed:
         gone.update({name: len(heads_gone) for name, heads_gone in step.items()})
     if not any(gone.values()):
         return []
-    known = heads if gone.keys() <= heads.keys() else {}  # nothing in a folder of an older version
+    known = heads if gone.keys() <= heads.keys() else {}  # folders of older versions have no head counts
     rows = [(i if known else None, name, known.get(name, 0)) for i, name in enumerate(known or gone)]
     return [{"index": i, "name": name, "gone": gone[name], "heads": n, "left": n - gone[name]} for i, name, n in rows]
 
 
 def _pipeline_of(name: str) -> str | None:
-    """The Hub's word for what a class of transformers does; None where that is nothing, or several things."""
+    """The Hub's pipeline tag (task) of a transformers class; None if it has none or several."""
     from transformers.modelcard import TASK_MAPPING
 
     several = [(task, each) for task, classes in TASK_MAPPING.items() for each in classes.values()]
@@ -229,7 +229,7 @@ def _pipeline_of(name: str) -> str | None:
 
 
 def _metadata(card: bytes | None) -> dict[str, Any]:
-    """What a card says of its model to the Hub; nothing if it cannot be read, whatever people write there."""
+    """A card's metadata; empty if there is none or it is not valid YAML."""
     import yaml
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 

@@ -1,4 +1,4 @@
-"""Load a model's folder, and prove that the model is the one that was saved."""
+"""Load a model that `save` wrote, and prove that it is the saved one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headprune.offload import aligned, with_numbers
 from headprune.pruned import EmptyAttention, add_biases, add_record, restructure, structure_of
 from headprune.surgery import Removal, remove
 
-_WEIGHTS = ("model.safetensors", "pruned.safetensors")  # the latter of pruned models, of 0.1
+_WEIGHTS = ("model.safetensors", "pruned.safetensors")  # version 0.1 used the latter for pruned models
 
 DeviceMap = str | Mapping[str, Any]
 
@@ -39,24 +39,24 @@ def load(
     as_saved: bool = False,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Load a model that `save` wrote, in evaluation mode, and check that it gives the answers of the saved one.
+    """Load a model that `save` wrote, in evaluation mode, and check that it gives the saved model's answers.
 
-    Nothing in the folder is run as code, unless ``trust_remote_code`` allows it.
+    No code from the folder runs, unless ``trust_remote_code`` allows it.
 
     Args:
         path: The folder.
         model: For a class outside transformers: a fresh, dense instance to prune and fill.
-        device: Where to put it.
+        device: The device to put the model on.
         device_map, max_memory, offload_folder: For a model that is larger than a device: as for transformers' ``from_pretrained``, such as
-            ``device_map="auto"``. Then ``device`` is not looked at, and weights on disk are read from the folder, which has to stay.
-        as_saved: Refuse a folder in which any file (but its README.md) was changed. By default a warning names files beside the
-            model's own, such as a tokenizer's: they may be meant to be edited, and the answers are compared anyway.
-        trust_remote_code: Whether code that came with the dense model may run, if it defines the model's class. For classes of
-            transformers no code is run either way.
+            ``device_map="auto"``. Then ``device`` is ignored, and weights on disk are read from the folder, which must stay in place.
+        as_saved: Refuse a folder in which any file (except README.md) was changed. By default a warning names changed files that
+            are not part of the model, such as a tokenizer's, since such an edit may be intended; answers are compared anyway.
+        trust_remote_code: Whether code that came with the dense model may run, if it defines the model's class. For transformers'
+            own classes no code runs either way.
 
     Raises:
-        HeadPruneError: Not such a folder, weights that do not fit, or other answers than the saved model's: after an
-            edit of the config, with another class or another version. The error names what differs.
+        HeadPruneError: `save` did not write this folder, the weights do not fit, or the answers differ from the saved model's, because
+            of an edited config, another class or another library version. The error names what differs.
     """
     path = Path(path)
     recover_folder(path)
@@ -74,7 +74,7 @@ def load(
         dispatch_model(loaded, places, offload_index=on_disk or None, offload_dir=offload_folder, skip_keys=skip)
         aligned(loaded)
     loaded.eval()
-    # Folders of 0.1 held other empty tensors for layers without heads.
+    # Version 0.1 saved other empty tensors for layers without heads.
     other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in loaded.modules())
     if not other and not has_identity(loaded, sidecar["fingerprint"]):
         raise HeadPruneError(f"The weights in {path} are not those that were saved.", "Save it again.")
@@ -86,17 +86,17 @@ def load(
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether a folder is one that `save` wrote."""
+    """Whether `save` wrote this folder."""
     return (Path(path) / SIDECAR).is_file()
 
 
 def about(path: str | Path) -> dict[str, Any]:
-    """The ``about`` that `save` stored."""
+    """The ``about`` dict that `save` stored."""
     return dict(_sidecar(Path(path)).get("about", {}))
 
 
 def damaged(path: str | Path, error: BaseException) -> HeadPruneError | None:
-    """The error for weights whose file is not a complete safetensors file; None for any other reason."""
+    """The error to raise if ``error`` says that a weights file is not a complete safetensors file; otherwise None."""
     if type(error).__name__ != "SafetensorError":
         return None
     message = f"The weights in {path} are damaged or cut short ({first_line(error)})."
@@ -112,11 +112,11 @@ def check_attention(source: str | Path, config: Any) -> None:
         raise HeadPruneError(message, hint)
 
 
-# -- what the folder says -------------------------------------------------------------------------
+# -- the folder's metadata and config -------------------------------------------------------------
 
 
 def _check_saved_here(path: Path) -> None:
-    """Refuse a folder that `save` did not write; the hint says which call loads it."""
+    """Refuse a missing folder, and one that transformers saved; the hint says which call loads the latter."""
     if not path.is_dir():
         raise HeadPruneError(f"There is no folder {path}.", "Pass a folder that headprune saved.")
     if not is_checkpoint(path) and (config := read_config(path)):
@@ -127,7 +127,7 @@ def _check_saved_here(path: Path) -> None:
 
 
 def _sidecar(path: Path) -> dict[str, Any]:
-    """The folder's headprune.json; its structure is checked when it is applied.
+    """Read and check the folder's headprune.json; the entry ``structure`` is checked later, when it is applied.
 
     Raises:
         HeadPruneError: It is damaged.
@@ -153,29 +153,29 @@ def _are_heads(value: Any) -> bool:
 
 
 def _check_files(path: Path, sidecar: Mapping[str, Any], as_saved: bool) -> None:
-    """Compare the files beside the weights with what was saved; those that are gone do not count.
+    """Compare the digests of the files beside the weights with the saved ones; ignores missing files.
 
     Raises:
-        HeadPruneError: The probe is another one; or, with ``as_saved``, any of them.
+        HeadPruneError: The probe has changed; or, with ``as_saved``, any of them.
     """
     names = sidecar.get("files", {})
-    saved = {n: names[n] for n in names if not {"..", ""} & {*n.split("/")}}  # none elsewhere
+    saved = {n: names[n] for n in names if not {"..", ""} & {*n.split("/")}}  # no paths outside the folder
     other = [name for name, now in file_digests(path, saved).items() if now != saved[name]]
     if probe.FILE in other or (other and as_saved):
         name = probe.FILE if probe.FILE in other else other[0]
         raise HeadPruneError(f"{path / name} is damaged: it is not what was saved.", "Copy, download or save it again.")
-    # An edited config is told with what was edited (`probe.check_answers`), and nothing here runs code from the folder.
+    # `probe.check_answers` reports edits of the config, entry by entry; nothing here runs code from the folder.
     if beside := [name for name in other if name != "config.json"]:
         text = f"not as saved: {', '.join(beside[:3])}. If that is no edit of yours, copy, download or save it again."
         warnings.warn(f"headprune: {path}: {text}", stacklevel=3)
 
 
 def _dense_model(path: Path, sidecar: Mapping[str, Any], trusted: bool) -> Any:
-    """The dense architecture without its weights, which are on the meta device."""
+    """Build the dense model that a folder describes, with its weights on the meta device."""
     import transformers
 
     qualified, attention = str(sidecar.get("class")), sidecar.get("attention")
-    own = not qualified.startswith("transformers.models.")  # whatever else a folder names is not imported
+    own = not qualified.startswith("transformers.models.")  # nothing else that a folder names is imported
     cls, file = _class_in(path, qualified, trusted) if own else _stock_class(qualified), path / "config.json"
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=own and trusted)
@@ -194,7 +194,7 @@ def _dense_model(path: Path, sidecar: Mapping[str, Any], trusted: bool) -> Any:
 
 
 def _stock_class(qualified: str) -> Any:
-    """A model class of transformers, by its module: not every one is exported at the top."""
+    """A transformers model class, imported from its own module, since transformers does not export every class."""
     import transformers
 
     module, _, name = qualified.rpartition(".")
@@ -207,7 +207,7 @@ def _stock_class(qualified: str) -> Any:
 
 
 def _class_in(path: Path, qualified: str, trusted: bool) -> Any:
-    """The class that came with the dense model, from the code that its config names; HeadPruneError if it names none, or that may not run."""
+    """The dense model's custom class, from the code in ``auto_map`` of its config; HeadPruneError if there is none, or it may not run."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     name = qualified.rpartition(".")[2]
@@ -226,16 +226,16 @@ def _class_in(path: Path, qualified: str, trusted: bool) -> Any:
         raise HeadPruneError(message, hint) from error
 
 
-# -- its weights ----------------------------------------------------------------------------------
+# -- the weights ----------------------------------------------------------------------------------
 
 
 def _fill_as_saved(
     model: nn.Module, path: Path, sidecar: Mapping[str, Any], device_map: DeviceMap | None, max_memory: Any
 ) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-    """Make a dense model's modules differ from their classes as the saved one's do, and fill in what was saved.
+    """Change a dense model's modules to the saved model's structure, and load the saved weights and buffers.
 
     Returns:
-        The device of every module, by name; and of weights that stay on disk, where they are.
+        The device of every module, by name; and Accelerate's index of the weights that stay on disk.
 
     Raises:
         HeadPruneError: The weights do not fit.
@@ -243,7 +243,7 @@ def _fill_as_saved(
     try:
         if "structure" in sidecar:
             restructure(model, sidecar["structure"])
-        else:  # of 0.1: it says which prunes the model has been through
+        else:  # version 0.1 saved the list of prunes instead
             add_biases(model, biases := sidecar.get("biases", []))
             for data in sidecar["removals"]:
                 remove(model, Removal.from_json(data))
@@ -266,25 +266,24 @@ def _fill_as_saved(
 
 
 def _fill(model: nn.Module, files: Sequence[Path], places: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Give every parameter and persistent buffer its saved values and type; everything else stays as it was built.
+    """Load the saved values and dtype of every parameter and persistent buffer.
 
-    A cast of the whole model would be wrong: it would also round buffers that are not saved, such as the frequencies of
-    rotary embeddings.
+    It never casts the whole model: that would also round non-persistent buffers, such as rotary frequencies.
 
     Args:
         places: The device of every module, by name.
 
     Returns:
-        Of the weights that stay on disk, where they are: Accelerate's index.
+        Accelerate's index of the weights that stay on disk.
 
     Raises:
-        KeyError, ValueError: The weights are not the model's.
+        KeyError, ValueError: Names or shapes of the weights do not match the model's.
     """
     from safetensors import safe_open
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     own: dict[str, Tensor] = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-    tied: dict[int, list[str]] = {}  # names of one tensor, which is saved once
+    tied: dict[int, list[str]] = {}  # all names of each tensor, which is saved once
     for name, tensor in own.items():
         tied.setdefault(id(tensor), []).append(name)
     state: dict[str, Tensor] = {}
@@ -295,7 +294,7 @@ def _fill(model: nn.Module, files: Sequence[Path], places: Mapping[str, Any]) ->
                 value, place = content.get_tensor(name), _place(places, name)
                 shape = own[name].shape if name in own else None
                 if not value.numel() and (shape is None or (not shape.numel() and shape != value.shape)):
-                    continue  # it stands for weights that are gone
+                    continue  # an empty tensor in place of removed weights
                 if shape != value.shape:
                     raise ValueError(f"{name} is {[*value.shape]} in the file, {shape and [*shape]} in the model")
                 if place == "disk" and name in parameters:
@@ -303,7 +302,7 @@ def _fill(model: nn.Module, files: Sequence[Path], places: Mapping[str, Any]) ->
                     entry = {**where, "dtype": str(value.dtype).removeprefix("torch.")}
                     on_disk |= dict.fromkeys(tied[id(own[name])], entry)
                     value = torch.empty_like(value, device="meta")
-                else:  # a copy, because a tensor may start at any byte of the file, and kernels then sum in another order
+                else:  # a copy: in the file a tensor may be unaligned, and kernels then sum in another order
                     value = value.to("cpu" if place == "disk" else place, copy=True)
                 if name in parameters:
                     value = nn.Parameter(value, own[name].requires_grad and value.is_floating_point())
@@ -315,13 +314,13 @@ def _fill(model: nn.Module, files: Sequence[Path], places: Mapping[str, Any]) ->
         if own[name].is_meta or value.is_meta:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, value)
-        else:  # the tensor stays the same object: a user's module may refer to it in other ways, too
+        else:  # keep the tensor object: a user's module may hold other references to it
             own[name].data = value
     return on_disk
 
 
 def _places(model: Any, device_map: DeviceMap, max_memory: Any) -> dict[str, Any]:
-    """The device of every module, by name."""
+    """Resolve a device map: the device of every module, by name."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import check_device_map, get_balanced_memory
 
@@ -340,7 +339,7 @@ def _places(model: Any, device_map: DeviceMap, max_memory: Any) -> dict[str, Any
 
 
 def _place(places: Mapping[str, Any], name: str) -> Any:
-    """The device of a tensor: of the innermost module that the map names."""
+    """The device of a tensor: that of the innermost module that the map names."""
     while name and name not in places:
         name = name.rpartition(".")[0]
     return places.get(name, "cpu")

@@ -1,8 +1,8 @@
-"""The probe of a folder: a made-up input, the model's answers to it, and its buffers, to prove that a loaded model is the saved one.
+"""A folder's probe: a made-up input, the model's answers to it, and its buffers, to prove that a loaded model is the saved one.
 
-A model's answers depend on more than its weights: on its config, on the class of the instance, on buffers that are not in the
-file of weights, and on the library's version. So the answers are saved with the model, and compared when it is loaded. A few
-numbers of every module's output are saved, too, so that an error can name the layer where the difference begins.
+A model's answers depend on more than its weights: on its config, its class, its non-persistent buffers and the library's
+version. So `save` stores the answers, and `load` compares them. It also stores a few numbers of every module's output, so
+that an error can name the module where the difference begins.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from headprune.surgery.evidence import gap, largest
 from headprune.surgery.proof import COARSEST, LAYERS, tolerance_of
 
 FILE = "headprune.safetensors"
-ANSWER, OUTPUT = 4096, 16  # numbers that are kept of each answer, and of each module's output
-OTHER_DEVICE = 10  # times the tolerance, on another kind of device, which sums in another order
-# Entries of config.json that change no answer, or that a config does not decide.
+ANSWER, OUTPUT = 4096, 16  # how many numbers of each answer, and of each module's output, are stored
+OTHER_DEVICE = 10  # factor on the tolerance for another kind of device, which sums in another order
+# Entries of config.json that do not change a model's answers.
 _HARMLESS = re.compile(r"label|name_or_path|architectures|version|token_id|problem_type|output_|use_cache|task|dtype")
 
 
 def write_probe(model: nn.Module, folder: Path) -> None:
     """Write a model's buffers, and its answers to a made-up input, into a folder that holds its config.
 
-    The input has the form of those that the model was pruned with or, if there are none, of what its config says.
+    The input has the form of an input that the model was pruned with or, failing that, the form that its config implies.
     """
     from safetensors.torch import save_file
 
@@ -73,7 +73,7 @@ def write_probe(model: nn.Module, folder: Path) -> None:
 
 
 def restore_buffers(model: nn.Module, folder: Path) -> None:
-    """Give a model the saved buffers that are not in the file of weights, such as rotary frequencies."""
+    """Restore a model's non-persistent buffers, such as rotary frequencies."""
     with _readable(folder):
         about, stored = _read(folder)
         shared, modules = dict[int, Tensor](), dict(model.named_modules(remove_duplicate=False))
@@ -85,12 +85,12 @@ def restore_buffers(model: nn.Module, folder: Path) -> None:
 
 
 def check_answers(model: nn.Module, folder: Path) -> None:
-    """Compare a loaded model's answers with those that were saved.
+    """Compare a loaded model's answers with the saved ones.
 
-    Warns if there is nothing to compare with, or if the config was edited in a way that does not change the answers.
+    Warns if the folder holds no answers, or if the config was edited without changing the answers.
 
     Raises:
-        HeadPruneError: The answers differ by more than rounding; the error says by how much, from which layer on, and what was edited.
+        HeadPruneError: The answers differ by more than rounding; the error says by how much, from which module on, and what was edited.
     """
     with _readable(folder):
         about, stored = _read(folder)
@@ -124,7 +124,7 @@ def check_answers(model: nn.Module, folder: Path) -> None:
 def _problem(
     model: nn.Module, spec: Any, actual: Sequence[Tensor], about: Mapping[str, Any], stored: Mapping[str, Tensor]
 ) -> str:
-    """By how much a model's answers differ from those that were saved, and from which module on; "" if they do not."""
+    """By how much a model's answers differ from the saved ones, and from which module on; "" if they agree."""
     tolerance = tolerance_of(model) * (OTHER_DEVICE if model_device(model).type != about["device"] else 1)
     kept = [i for i, shape in enumerate(about["answers"]) if shape is not None]
     off = math.inf
@@ -133,7 +133,7 @@ def _problem(
         off = difference(mine, [stored[f"answer.{i}"] for i in kept], scales)
     if off <= min(tolerance, COARSEST):
         return ""
-    saved, own = about.get("outputs", {}), dict(model.named_modules())  # none in folders of older versions
+    saved, own = about.get("outputs", {}), dict(model.named_modules())  # folders of older versions have no outputs
     with module_outputs(model, [name for name in saved if name in own], OUTPUT) as outputs:
         run(model, build(spec), seed=1)
     first = ""
@@ -147,7 +147,7 @@ def _problem(
 
 @torch.no_grad()
 def run(model: nn.Module, example: Any, seed: int = 0) -> list[Tensor]:
-    """A model's answers in evaluation mode, by full float32 arithmetic, on the CPU; the model stays as it was."""
+    """A model's answers in evaluation mode and full float32 precision, moved to the CPU; the model does not change."""
     with full_precision(), seeded(model, seed), uncompiled(), attributes_kept(model), evaluating(model):
         return [t.cpu() for t in answers(call(model, move(example, model_device(model))))]
 
@@ -156,10 +156,10 @@ def run(model: nn.Module, example: Any, seed: int = 0) -> list[Tensor]:
 def module_outputs(
     model: nn.Module, names: Iterable[str], numbers: int | None = None
 ) -> Iterator[dict[str, list[Tensor]]]:
-    """What goes into and comes out of modules while the context lasts, by name, in the order in which they finish.
+    """Record the inputs and outputs of modules while the context lasts, by name, in the order in which they return.
 
     Args:
-        numbers: How many of each tensor, at most; all, by default.
+        numbers: The most numbers to keep of each tensor; by default all.
     """
     outputs: dict[str, list[Tensor]] = {}
 
@@ -175,27 +175,27 @@ def module_outputs(
 
 
 def difference(actual: Sequence[Tensor], expected: Sequence[Tensor], scales: Sequence[float] = ()) -> float:
-    """The largest difference between tensors, as a share of each expected one's largest value; infinite for other numbers or shapes.
+    """The largest difference between tensors, relative to each expected tensor's largest value; infinite if counts or shapes differ.
 
     Args:
-        scales: The largest values, where they are known.
+        scales: The expected tensors' largest values, if known.
     """
     if [t.shape for t in actual] != [t.shape for t in expected]:
         return math.inf
-    # Whole numbers have to be equal.
+    # Integers must be equal.
     scales = scales or [largest(t) if t.is_floating_point() else 0.0 for t in expected]
     pairs = zip(actual, expected, scales, strict=True)
     return max((gap(a.double(), b.double()) / max(scale, 1e-30) for a, b, scale in pairs), default=0.0)
 
 
 def prove_same_answers(model: nn.Module, stock: nn.Module) -> float:
-    """Compare two models' answers to a made-up input, and what goes into and comes out of every layer that was cut.
+    """Compare two models' answers to a made-up input, and the inputs and outputs of every pruned module.
 
     Returns:
-        The largest difference of their answers, as a share of that answer's largest value.
+        The largest difference of their answers, relative to that answer's largest value.
 
     Raises:
-        NotStockError: They differ, or no input is known on which they could be compared.
+        NotStockError: They differ, or no input is known to compare them on.
     """
     names = [n for n, e in structure_of(model).get("modules", {}).items() if "tensors" in e]
     tolerance = max(map(tolerance_of, (model, stock)))
@@ -218,7 +218,7 @@ def prove_same_answers(model: nn.Module, stock: nn.Module) -> float:
 
 
 def config_edits(folder: Path) -> str:
-    """What was changed in a folder's config.json, to be appended to an error's text; "" if that is not known."""
+    """The edits of a folder's config.json since it was saved, to append to an error's text; "" if unknown."""
     edits: list[str] = []
     with suppress(Exception):
         edits = _edits(_read(folder)[0]["config"], read_config(folder))
@@ -227,18 +227,18 @@ def config_edits(folder: Path) -> str:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Turns any error in the block into one that says that the probe file is damaged."""
+    """Turn any error in the block into a HeadPruneError that says that the probe file is damaged."""
     try:
         yield
     except HeadPruneError:
         raise
-    except Exception as error:  # whatever somebody may have written there
+    except Exception as error:  # the file may contain anything
         message = f"{folder / FILE} is damaged: {type(error).__name__}: {first_line(error)}."
         raise HeadPruneError(message, "Save the model again.") from error
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `write_probe` wrote; empty for a folder of 0.1."""
+    """Read the probe that `write_probe` wrote: (description, tensors); both empty for a folder of version 0.1."""
     from safetensors import safe_open
 
     if not (folder / FILE).is_file():
@@ -248,7 +248,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _store_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tuple[str, int]]:
-    """Buffers that are not in the file of weights: name -> (key of its content in ``stored``, number of its tensor)."""
+    """Add the non-persistent buffers to ``stored``; returns name -> (key in ``stored``, number that identifies the tensor object)."""
     persistent, numbers, places = set(model.state_dict()), dict[int, int](), dict[str, tuple[str, int]]()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in persistent or buffer.is_meta or buffer.layout != torch.strided:
@@ -261,7 +261,7 @@ def _store_buffers(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, tup
 
 
 def _edits(saved: Any, now: Any, where: str = "") -> list[str]:
-    """Entries of config.json that differ from those that were saved, in words."""
+    """The entries of config.json that differ from the saved ones, in words."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         keys = dict.fromkeys((*saved, *now))
         return [edit for key in keys for edit in _edits(saved.get(key), now.get(key), f"{where}.{key}".lstrip("."))]
@@ -269,7 +269,7 @@ def _edits(saved: Any, now: Any, where: str = "") -> list[str]:
 
 
 def _sample(t: Tensor, most: int | None) -> Tensor:
-    """Numbers from all over a tensor, at irregular steps, so that no row or column is left out."""
+    """At most ``most`` numbers from all over a tensor, at irregular steps, so that they do not miss whole rows or columns."""
     flat = t.reshape(-1)
     if most is not None and len(flat) > most:
         flat = flat[(torch.arange(most) * 2654435761 % 2**32) * len(flat) >> 32]
@@ -277,13 +277,13 @@ def _sample(t: Tensor, most: int | None) -> Tensor:
 
 
 def _row(outputs: Sequence[Tensor]) -> Tensor:
-    """Numbers of a module's last output, ``[OUTPUT]``; NaN where there are none."""
+    """Numbers from a module's last recorded tensor, ``[OUTPUT]``, padded with NaN."""
     last = outputs[-1].float() if outputs else torch.zeros(0)
     return nn.functional.pad(last, (0, OUTPUT - len(last)), value=math.nan)
 
 
 def _versions() -> str:
-    """The versions of the libraries that decide what a model computes."""
+    """The versions of torch and transformers, on which a model's answers depend."""
     transformers = sys.modules.get("transformers")
     return f"torch {torch.__version__}" + (f", transformers {transformers.__version__}" if transformers else "")
 

@@ -1,7 +1,7 @@
-"""How a folder loads, and the code that transformers runs to load a pruned folder where headprune is not installed.
+"""Which call loads a folder, and the code with which transformers loads a pruned folder where headprune is not installed.
 
-``config.json`` names that code's classes in ``auto_map``; ``AutoModel….from_pretrained(folder, trust_remote_code=True)`` then builds
-them. Each is the standard class, whose modules are changed after it was built (`headprune.pruned.restructure`).
+``config.json`` names that code's classes in ``auto_map``, and ``AutoModel….from_pretrained(folder, trust_remote_code=True)`` builds
+them. Each subclasses the stock class and changes the modules after they are built (`headprune.pruned.restructure`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SOURCES = ("modules", "hooks", "structure")  # of headprune.pruned, in the orde
 
 @dataclass(frozen=True)
 class LoadCall:
-    """The call by which a folder that headprune saved loads.
+    """The call that loads a folder that headprune saved.
 
     Attributes:
-        auto_class: The class of transformers that loads it, such as ``"AutoModelForCausalLM"``; "" where `headprune.load` alone does.
-        remote: Whether ``trust_remote_code=True`` is needed: the stock class cannot represent the model, or its class comes with it as code.
-        why: Why it cannot; "" if it can, or if that is not known.
+        auto_class: The transformers class that loads it, such as ``"AutoModelForCausalLM"``; "" if only `headprune.load` does.
+        remote: Whether it needs ``trust_remote_code=True``: the stock class cannot represent the model, or the model has its own code.
+        why: Why the stock class cannot represent the model; "" if it can, or if the reason is not known.
     """
 
     auto_class: str
@@ -53,10 +53,10 @@ class LoadCall:
 
 
 def load_call(folder: str | Path) -> LoadCall:
-    """How a folder that `save` wrote loads.
+    """The call that loads a folder that `save` wrote.
 
     Raises:
-        HeadPruneError: It is no such folder, or damaged.
+        HeadPruneError: `save` did not write this folder, or it is damaged.
     """
     import transformers
 
@@ -77,7 +77,7 @@ def load_call(folder: str | Path) -> LoadCall:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json; empty if there is none, or if it cannot be read."""
+    """The content of a folder's config.json; empty if it is missing or unreadable."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -86,15 +86,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def own_class(config: Mapping[str, Any], name: str) -> str | None:
-    """Where the code of a class is that came with a model, as ``auto_map`` in its config says: ``"modeling_mine.MyModel"``; None if
-    the config names none of this name."""
+    """The reference to a custom class's code in ``auto_map`` of a config, such as ``"modeling_mine.MyModel"``; None if the config
+    names no class of this name."""
     maps = config.get("auto_map")
     references = maps.values() if isinstance(maps, dict) else ()
     return next((r for r in references if isinstance(r, str) and r.rpartition(".")[2] == name), None)
 
 
 def auto_classes(cls: type) -> dict[str, str]:
-    """The classes of transformers through which a model can be loaded: its own and its base model's, by auto class."""
+    """The auto classes that can load a model class, each with the class that it builds: the model's own or its base model's."""
     from transformers.models.auto import modeling_auto
 
     kind = cls.config_class.model_type  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ def auto_classes(cls: type) -> dict[str, str]:
 
 
 def code_for(cls: type, version: str) -> str:
-    """The file's text, for a class of transformers."""
+    """The text of modeling_headprune.py for a transformers class."""
     autos = auto_classes(cls)
     package, _, module = cls.__module__.rpartition(".")
     text: str = template(f"{FILE}.j2").render(
@@ -126,8 +126,8 @@ class NotStockError(HeadPruneError):
 
 
 def dense_class(model: nn.Module) -> type:
-    """The class of a model; where that came out of the code that headprune put into a pruned folder, the class of transformers that
-    it builds on. Not so for other code: what a class adds to one of transformers may change its answers."""
+    """The class of a model; for a class from modeling_headprune.py, the transformers class that it extends. Other custom classes are
+    returned as they are, since a class that extends one of transformers may give other answers."""
     cls = type(model)
     if not cls.__module__.endswith(f".{MODULE}"):
         return cls
@@ -140,7 +140,7 @@ def is_stock(cls: type) -> bool:
 
 
 def plain_config(model: nn.Module) -> Any:
-    """A copy of a model's config without what headprune added."""
+    """A copy of a model's config without the entries that headprune added."""
     config = copy.deepcopy(model.config)
     for name in ("headprune", "auto_map"):
         vars(config).pop(name, None)
@@ -148,14 +148,14 @@ def plain_config(model: nn.Module) -> Any:
 
 
 def configs_in(config: Any) -> list[Any]:
-    """A config and those in it."""
+    """A config and its sub-configs, at all depths."""
     below = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     return [config, *(c for sub in below if sub is not None for c in configs_in(sub))]
 
 
 @cache
 def template(name: str, **filters: Callable[[Any], str]) -> Any:
-    """A template of this package."""
+    """Load a Jinja template of this package."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -168,7 +168,7 @@ def template(name: str, **filters: Callable[[Any], str]) -> Any:
 
 @cache
 def _copied() -> str:
-    """headprune.pruned's files as one, without what they import from each other."""
+    """The source of headprune.pruned's files as one text, without docstrings of modules and imports from headprune."""
     texts = []
     for name in _SOURCES:
         text = resources.files("headprune.pruned").joinpath(f"{name}.py").read_text(encoding="utf-8")
@@ -179,9 +179,9 @@ def _copied() -> str:
 
 
 def _usual(autos: Iterable[str], name: str) -> str:
-    """The auto class by which people load a model, of those that serve its class of this ``name``; "" for none.
+    """The usual one of the auto classes that load the class ``name``; "" if there are none.
 
-    Encoder-decoders that were trained to fill masks (BART) are served by that auto class too, and loaded to write text.
+    Encoder-decoders that were trained to fill masks (BART) also have AutoModelForMaskedLM, but people load them to generate text.
     """
     others = {"AutoModelForPreTraining", *(() if name.endswith("MaskedLM") else ("AutoModelForMaskedLM",))}
     return min(autos, key=lambda a: (a in others, a == "AutoModelForPreTraining", a != "AutoModel", a), default="")

@@ -27,10 +27,10 @@ from headprune.inputs import Example, check_model, writes
 from headprune.offload import Offloaded, is_offloaded, reads_from
 from headprune.pruned import home, record_of, structure_of
 
-MAX_SHARD = "50GB"  # as transformers has it
-OFFLOADED_SHARD = "5GB"  # of a model that is not all in memory: so much is in memory at once
+MAX_SHARD = "50GB"  # transformers' default
+OFFLOADED_SHARD = "5GB"  # for offloaded models: one shard at a time is in memory
 _WEIGHTS = "model{suffix}.safetensors"
-_COMMIT = ("private", "token", "commit_message", "commit_description", "revision", "create_pr")  # what `upload` takes
+_COMMIT = ("private", "token", "commit_message", "commit_description", "revision", "create_pr")  # arguments of `upload`
 
 
 def save(
@@ -45,26 +45,25 @@ def save(
 ) -> Path:
     """Save a model, pruned or not, to a folder that `load` reads.
 
-    transformers loads the folder too, without headprune: ``AutoModel….from_pretrained(folder)`` where the stock class can represent the
-    model (the same number of heads in every layer, for many classes), else with ``trust_remote_code=True``; the folder's README.md says
-    which. That file is a model card, with the license and languages that the card of the folder says from which the model was loaded; that
-    card is kept as README-source.md.
+    transformers loads the folder too, without headprune: by ``AutoModel….from_pretrained(folder)`` if the stock class can represent the
+    model (for many classes: the same number of heads in every layer), otherwise with ``trust_remote_code=True``. The folder's README.md
+    says which. That file is a model card; it takes license and languages from the source model's card, which is kept as README-source.md.
 
     Args:
         model: A transformers model, or any module (`load` then needs a fresh instance of it). A PEFT model whose adapters were
             merged and that was unloaded is a transformers model.
         path: The folder; it appears complete or not at all.
         processor: A tokenizer or image processor to save beside the model.
-        example: An input of the model, needed if it was never pruned and is no transformers model: its answers to a made-up
-            input of the same form are saved, and `load` compares them. The contents of the example are not saved.
-        overwrite: Replace what is there.
+        example: An input of the model, needed if the model was never pruned and is no transformers model: `save` stores the answers to a
+            made-up input of the same form, and `load` compares them. The contents of the example are not saved.
+        overwrite: Replace an existing folder.
         about: More to store in headprune.json (such as the dataset).
-        max_shard_size: The size from which on weights are split over several files, such as ``"5GB"``. Of a model whose weights Accelerate
-            keeps elsewhere, one such file is in memory at a time, by default of 5 GB.
+        max_shard_size: The largest file of weights, such as ``"5GB"``; larger weights are split into shards. For a model that Accelerate
+            has offloaded, one shard at a time is in memory, by default of 5 GB.
 
     Raises:
-        HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; quantised weights; or two tensors where
-            the config says that there is one.
+        HeadPruneError: The folder exists and is not empty; adapters (LoRA) that are not merged; quantised weights; or two different
+            tensors that the config ties.
     """
     check_model(model)
     path = Path(path)
@@ -83,12 +82,12 @@ def save(
 
 
 def install_save_methods(model: nn.Module) -> None:
-    """Replace ``save_pretrained`` and ``push_to_hub`` of this one model by those below; nothing for a model that has none.
+    """Replace ``save_pretrained`` and ``push_to_hub`` of this one model, if it has them, by the functions below.
 
-    The standard one writes a folder that loads with random weights where a layer lost all its heads, and without biases that
-    a repair added. Trainer and others call it. Copies and pickles of the model save themselves, too.
+    The standard methods, which Trainer and others call, write a folder that loads with random weights in a layer without heads, and
+    without biases that a repair added. Copies and pickles of the model keep the replaced methods.
     """
-    inner, _ = home(model)  # PEFT's wrapper goes on saving its adapters
+    inner, _ = home(model)  # PEFT's wrapper still saves its adapters
     methods: dict[str, Any] = {"save_pretrained": save_pretrained, "push_to_hub": push_to_hub}
     for name, method in methods.items():
         if hasattr(type(inner), name):
@@ -107,10 +106,10 @@ def save_pretrained(
     """Replaces ``save_pretrained`` of a pruned transformers model; Trainer calls it, too.
 
     Args:
-        save_directory: Files of other names there are left alone.
-        kwargs: Passed on to the Hub (``repo_id``, ``private``, ``token``); what else transformers' method takes has no meaning here.
+        save_directory: The folder; other files in it stay.
+        kwargs: Arguments for the Hub (``repo_id``, ``private``, ``token`` …); other arguments of transformers' method are ignored.
     """
-    if getattr(model, "_hf_peft_config_loaded", False):  # transformers writes the adapters alone
+    if getattr(model, "_hf_peft_config_loaded", False):  # transformers then writes only the adapters
         kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict, "push_to_hub": push_to_hub}
         type(model).save_pretrained(model, save_directory, **kwargs)  # type: ignore[attr-defined]
         return
@@ -134,10 +133,10 @@ def push_to_hub(
         commit: ``private``, ``token``, ``commit_message``, ``commit_description``, ``revision`` and ``create_pr``.
 
     Returns:
-        The commit's address.
+        The URL of the commit or pull request.
 
     Raises:
-        HeadPruneError: The Hub cannot be reached or refuses; or adapters that are not merged.
+        HeadPruneError: The Hub cannot be reached or refuses; or adapters are not merged.
     """
     if unknown := sorted(commit.keys() - set(_COMMIT)):
         raise TypeError(f"push_to_hub() got an unexpected keyword argument {unknown[0]!r}")
@@ -149,7 +148,7 @@ def push_to_hub(
 
 
 def unite_tied(model: nn.Module) -> None:
-    """Tie equal tensors that the config ties: transformers 5.0 leaves them untied where a checkpoint stores both."""
+    """Tie equal tensors that the config ties: transformers 5.0 leaves them untied if a checkpoint stores both."""
     for name, other, one, two in _separate(model):
         if not (one.is_meta or two.is_meta) and torch.equal(one, two):
             owner, _, last = name.rpartition(".")
@@ -158,18 +157,19 @@ def unite_tied(model: nn.Module) -> None:
 
 
 def check_tied(model: nn.Module, source: str = "The model") -> None:
-    """Refuse a model with different weights in tensors that its config ties: a model that is built from the config has only one of them.
+    """Refuse a model with different weights in tensors that its config ties.
 
-    transformers loads such a checkpoint as it is stored, with a warning; a folder that is saved of it would not be the model that was measured.
+    transformers loads such a checkpoint as it is stored, with a warning. But a model built from the config has only one of the
+    tensors, so a folder saved from it would not hold the measured model.
 
     Args:
         source: Where the model is from, for the message.
 
     Raises:
-        HeadPruneError: Two tensors that are one by the config.
+        HeadPruneError: The config ties two tensors that differ.
     """
     for name, other, one, two in _separate(model):
-        compared = not (one.is_meta or two.is_meta)  # what is kept elsewhere has no tensors to compare
+        compared = not (one.is_meta or two.is_meta)  # offloaded weights cannot be compared
         if name not in tied_names(model) or compared:
             message = f"{source} has weights of its own for {name}, but by its config (tie_word_embeddings) these are those of {other}."
             hint = "If both are meant, set tie_word_embeddings to false in config.json (in Python in model.config)"
@@ -177,15 +177,15 @@ def check_tied(model: nn.Module, source: str = "The model") -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Tensors that transformers tied: name -> the name of the one that is saved."""
+    """Tensors that transformers tied: name -> name under which the tensor is saved."""
     names: dict[str, str] | None = getattr(model, "all_tied_weights_keys", None)
     return {} if names is None else names
 
 
 def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Digests of those of a folder's files that are there: relative path with slashes -> digest.
+    """Digests of a folder's existing files among ``names``: relative path with slashes -> digest.
 
-    A bit that flips in the file of buffers may change answers at positions that no probe reaches, and one that flips in a tokenizer
+    A flipped bit in the probe's buffers may change answers at positions that the probe does not reach, and one in a tokenizer
     changes every measurement, but not the model. Weights are left out: the fingerprint covers them.
     """
     chosen = sorted(name for name in names if name == probe.FILE or not name.endswith(".safetensors"))
@@ -202,12 +202,12 @@ def _write(
     same_tensors: bool = False,
     beside: Sequence[str] = (),
 ) -> None:
-    """All files of a model, into a folder that exists: a folder of its stock class, where that can represent it.
+    """Write all files of a model into an existing folder; as the stock class, if that can represent the model.
 
     Args:
         beside: Names of other files in the folder that belong to the model, such as a tokenizer's.
-        same_tensors: Only where the stock class has the very tensors that the model has, by name and shape: Trainer loads what it
-            saved into the model in memory.
+        same_tensors: Use the stock class only if its tensors have the model's names and shapes: Trainer loads the saved state dict
+            into the model in memory.
     """
     origin = origin_of(model)
     model, why = _as_stock(model, same_tensors)
@@ -234,7 +234,7 @@ def _write(
 
 
 def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
-    """A pruned model as its stock class has it, and ""; or the model itself, and why the class has no such model."""
+    """(The pruned model as an instance of its stock class, ""); or (the model itself, why the class cannot represent it)."""
     if not structure_of(model) or not hasattr(getattr(model, "config", None), "save_pretrained"):
         return model, ""
     try:
@@ -249,7 +249,7 @@ def _as_stock(model: nn.Module, same_tensors: bool) -> tuple[nn.Module, str]:
 
 
 def _write_config(model: Any, folder: Path, cls: type, dtype: torch.dtype, structure: Mapping[str, Any]) -> Any:
-    """A transformers model's config and code; returns the config, None for any other module."""
+    """Write a transformers model's config and, if needed, modeling_headprune.py; returns the config, None for any other module."""
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return None
     config: Any = copy.deepcopy(model.config)
@@ -259,7 +259,7 @@ def _write_config(model: Any, folder: Path, cls: type, dtype: torch.dtype, struc
         config.auto_map = {auto: f"{remote_code.MODULE}.{name}" for auto, name in classes.items()}
         write_file(folder / remote_code.FILE, remote_code.code_for(cls, __version__))
     else:
-        (folder / remote_code.FILE).unlink(missing_ok=True)  # of another model that was saved there
+        (folder / remote_code.FILE).unlink(missing_ok=True)  # from another model saved there before
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and writes(model):
         model.generation_config.save_pretrained(folder)
@@ -269,7 +269,7 @@ def _write_config(model: Any, folder: Path, cls: type, dtype: torch.dtype, struc
 def _write_weights(
     model: nn.Module, folder: Path, state_dict: Mapping[str, Tensor] | None, max_shard_size: str | int
 ) -> None:
-    """The files of the weights; of a model that is not all in memory, one shard after another is loaded."""
+    """Write the weights; shards of an offloaded model are loaded one at a time."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
@@ -283,11 +283,11 @@ def _write_weights(
         places = {name: offloaded.place(name) for name in offloaded}
         size = OFFLOADED_SHARD if max_shard_size == MAX_SHARD else max_shard_size
     tied, names = tied_names(model), dict[object, str]()
-    for name in sorted(places, key=lambda name: name in tied):  # of several one that is no copy in transformers' eyes
+    for name in sorted(places, key=lambda name: name in tied):  # prefer a name that is not tied to another
         names.setdefault(places[name], name)
     once = {name: state[name] for name in places if names[places[name]] == name}
     split = split_torch_state_dict_into_shards(once, filename_pattern=_WEIGHTS, max_shard_size=size)
-    for file in folder.iterdir():  # of another model
+    for file in folder.iterdir():  # from another model saved there before
         if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", file.name):
             file.unlink()
     for file_name, own in split.filename_to_tensors.items():
@@ -298,17 +298,17 @@ def _write_weights(
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A tensor with memory of its own: slices of one tensor share theirs, which a file of weights cannot."""
+    """A contiguous tensor that owns its memory; slices share theirs, which safetensors does not allow."""
     tensor = tensor.detach()
     is_slice = not tensor.is_meta and tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
     return tensor.clone(memory_format=torch.contiguous_format) if is_slice else tensor.contiguous()
 
 
 def _separate(model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
-    """Names and tensors that the config ties and the model does not.
+    """Pairs of tensors that the config ties but the model does not: (name, name of the other, tensor, the other).
 
-    Tensors that were pruned do not count: a saved folder says itself which of them are one (`headprune.pruned.structure_of`). Layers that were
-    tied may have lost different heads.
+    Leaves out pruned tensors: tied layers may have lost different heads, and a saved folder records which pruned tensors are still tied
+    (`headprune.pruned.structure_of`).
     """
     expanded = getattr(model, "get_expanded_tied_weights_keys", None)
     if expanded is None:
@@ -323,12 +323,12 @@ def _separate(model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
 
 
 def _check_savable(model: nn.Module, state: Mapping[str, Any], folder: Path) -> None:
-    """Refuse what a folder cannot hold, or must not replace.
+    """Refuse a model or folder that `save` cannot write.
 
     Raises:
-        HeadPruneError: Adapters beside the weights; quantised weights (`load` builds the model with plain ones), which are something in
-            the state dict that is no plain tensor, and in a transformers model also a parameter of integers or of floats of one byte;
-            or a folder from which the model itself reads its weights.
+        HeadPruneError: Unmerged adapters; quantised weights (any entry of the state dict that is no plain tensor and, in a transformers
+            model, any parameter of integers or one-byte floats), since `load` builds the model with plain ones; or a folder that an
+            offloaded model reads its weights from.
     """
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft."):

@@ -1,7 +1,7 @@
-"""A pruned model as an instance of its stock class, proved equal.
+"""Convert a pruned model to an instance of its stock class, and prove the two equal.
 
-A stock class has one number of heads (and of key/value heads) for all layers, out of its config. No list says which classes can
-have which: configs are tried on models without weights, until names and shapes of tensors fit; then answers are compared.
+A stock class takes one number of heads (and of key/value heads) for all layers from its config. headprune has no list of the numbers
+that a class accepts. It tries configs on models without weights until all tensors' names and shapes fit, then compares the answers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from headprune.surgery import remove
 from headprune.surgery.proof import tolerance_of
 from headprune.surgery.removal import ways
 
-TRIED = 48  # configs, at most
-_WIDTH = re.compile(r"dim|size|width|channels")  # what a head's width, and not the number of heads, is called
+TRIED = 48  # the most configs to try
+_WIDTH = re.compile(r"dim|size|width|channels")  # marks a field as a head's width, not a number of heads
 
 Field = tuple[int, str]
-"""A field of a config: which of `configs_in`, and its name."""
+"""A config's field: (index in `configs_in`, field name)."""
 Change = dict[Field, Any]
-"""New values of fields."""
+"""New values of config fields."""
 Built = dict[tuple[Any, ...], tuple[Any, nn.Module]]
-"""Configs and models without weights, by the change that made them."""
+"""Cache: change of the config -> (changed config, model on the meta device)."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class StockConfig:
 
     Attributes:
         cls: The class.
-        config: Its config, as it is once it was written and read.
-        cuts: Tensors of which the class holds the kept heads' part, while the pruned model takes it each time: ``{name: (dim,
-            indices)}``, such as T5's table of positions.
-        zeros: Biases that the class has and the model lacks, all zero: ``{name: shape}``.
-        computed: Buffers of the model's weights that the class computes itself.
-        fields: What is another number in the config, in words.
+        config: Its config, after a round trip through JSON.
+        cuts: Tensors that the pruned model keeps whole and slices in every forward pass, while the class holds only the kept heads' part:
+            ``{name: (dim, indices)}``, such as T5's position bias table.
+        zeros: Biases that the class has and the model lacks, filled with zeros: ``{name: shape}``.
+        computed: Buffers in the model's state dict that the class computes itself.
+        fields: The changed config fields, in words.
     """
 
     cls: type
@@ -67,7 +67,7 @@ class StockConfig:
 
 
 class StockCounts:
-    """Which numbers of heads a model's class can have, by prunes of copies without weights.
+    """Tests which prunes a model's stock class can represent, by pruning copies on the meta device.
 
     Args:
         model: A transformers model, pruned before or not.
@@ -81,11 +81,11 @@ class StockCounts:
 
     @classmethod
     def of(cls, model: nn.Module | None, layers: Layers) -> StockCounts | None:
-        """For a transformers model; None for any other module, and for none."""
+        """The `StockCounts` of a transformers model; None for any other module, and for None."""
         return cls(model, layers) if model is not None and is_stock(dense_class(model)) else None
 
     def config_without(self, drop: Mapping[str, Sequence[int]]) -> StockConfig | None:
-        """How the class represents the model without these heads; None if it cannot. Answers are not compared."""
+        """How the class represents the model without the heads in ``drop``; None if it cannot. Does not compare answers."""
         touched = [layer for layer in self.layers if drop.get(layer.name)]
         pruned = _meta_copy(self.model)
         remove(pruned, ways(touched, {n: list(h) for n, h in drop.items() if h})[0])
@@ -95,7 +95,7 @@ class StockCounts:
             return None
 
     def has_place_for_biases(self) -> bool:
-        """Whether the class can give W_O a bias where it has none; True also where it can represent no prune anyway."""
+        """Whether the class can represent biases added to every W_O that has none; also True if it can represent no prune at all."""
         fewest = {a.name: [h for unit in a.units[1:] for h in unit] for a in self.layers if a.prunable}
         if self.config_without(fewest) is None:
             return True
@@ -106,12 +106,12 @@ class StockCounts:
 
 
 def to_stock(model: nn.Module) -> Any:
-    """The pruned model as one of its stock class: what `from_pretrained` would make of its folder.
+    """The pruned model as an instance of its stock class, as `from_pretrained` would load it from its folder.
 
-    It shares the model's weights, so it takes hardly any memory; the model stays as it is.
+    The instance shares the model's weights, so it takes hardly any memory. The model itself does not change.
 
     Raises:
-        NotStockError: The class cannot represent it, or does not give its answers.
+        NotStockError: The class cannot represent the model, or gives other answers.
     """
     why = None
     for candidate in stock_configs(model):
@@ -132,14 +132,14 @@ def to_stock(model: nn.Module) -> Any:
 
 
 def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[StockConfig]:
-    """The configs with which a pruned model's class has its tensors, by name and shape, most likely ones first.
+    """The configs with which a stock class has the pruned model's tensors, by name and shape; the most likely ones first.
 
     Args:
         model: A pruned transformers model; its weights may be on the meta device.
-        built: Configs, and models without weights, that were made for other prunes of the same model; more are added.
+        built: Cache of the configs and models built for other prunes of the same model; it grows.
 
     Raises:
-        NotStockError: There is none.
+        NotStockError: No config fits.
     """
     cls, structure, base = dense_class(model), structure_of(model), plain_config(model)
     if not is_stock(cls):
@@ -167,7 +167,7 @@ def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[Stoc
             fit = _fit(model, like, structure)
         except NotStockError as error:
             why = why or f"with {fields}, {error.args[0]}"
-        except Exception as error:  # whatever a class or its config objects to
+        except Exception as error:  # any error of the class or its config
             why = why or f"{fields} is refused: {first_line(error.__cause__ or error)}"
         else:
             any_fits = True
@@ -178,7 +178,7 @@ def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[Stoc
 
 
 def on_meta(cls: Any, config: Any) -> nn.Module:
-    """A model of a class without weights."""
+    """A model of a class, with its weights on the meta device."""
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
@@ -187,7 +187,7 @@ def on_meta(cls: Any, config: Any) -> nn.Module:
 
 
 def pattern(name: str) -> str:
-    """What the names of a module in all layers have in common.
+    """A module's name with ``#`` for every number, the same for all layers.
 
     >>> pattern("encoder.layer.11.attention.self")
     'encoder.layer.#.attention.self'
@@ -196,17 +196,17 @@ def pattern(name: str) -> str:
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
-    """A pruned model again, without weights."""
+    """A copy of a pruned model on the meta device, without weights."""
     again = on_meta(dense_class(model), plain_config(model))
     restructure(again, structure_of(model))
     return again
 
 
 def _shares(model: nn.Module, dense: nn.Module, structure: Structure) -> set[Fraction]:
-    """The shares of their heads that modules keep, as their sizes and numbers say; without those that keep all.
+    """The shares of their heads that pruned modules keep, from the ratios of their sizes and counts; leaves out modules that keep all.
 
     Raises:
-        NotStockError: Layers of one kind keep different shares; it names two.
+        NotStockError: Layers of one kind keep different shares; the error names two.
     """
     own, every = dict(model.named_modules()), set[Fraction]()
     first: dict[tuple[str, type], tuple[str, frozenset[Fraction]]] = {}
@@ -231,7 +231,7 @@ def _shares(model: nn.Module, dense: nn.Module, structure: Structure) -> set[Fra
 
 
 def _changes(base: Any, ratios: Sequence[Fraction], biases: Sequence[str]) -> Iterator[Change]:
-    """What may be new in a config: numbers of heads, and where that is not enough a head's width; and flags that give biases."""
+    """Candidate changes of a config: other numbers of heads, with or without an explicit head width, and flags that add biases."""
     parts = configs_in(base)
     fields = [(i, name, value) for i, part in enumerate(parts) for name, value in vars(part).items()]
     named = [(i, name, v) for i, name, v in fields if "head" in name and not name.startswith("_")]
@@ -251,7 +251,7 @@ def _changes(base: Any, ratios: Sequence[Fraction], biases: Sequence[str]) -> It
 
 
 def _changed(base: Any, change: Change) -> Any:
-    """A config with other values, as it is once it was written to a file and read again; raises what the class objects to."""
+    """A changed config after a round trip through JSON; raises the config class's own errors."""
     config = copy.deepcopy(base)
     parts = configs_in(config)
     for (i, name), value in change.items():
@@ -265,18 +265,18 @@ def _changed(base: Any, change: Change) -> Any:
 
 
 def _share(value: int, ratio: Fraction) -> int:
-    """A share of a number of heads; all of them, where that is no whole number."""
+    """``value * ratio``; or ``value``, if that is not a positive integer."""
     part = value * ratio
     return int(part) if part.denominator == 1 and part > 0 else value
 
 
 def _widths(parts: Sequence[Any], new: Change) -> Change:
-    """A head's width, said in so many words where a class would divide by the number of heads."""
+    """Explicit ``head_dim`` entries for configs whose class would divide the hidden size by the number of heads."""
     widths: dict[Field, int] = {}
     for i, name in new:
         values: dict[str, Any] = {}
         for field in ("hidden_size", name, "head_dim"):
-            # There may be none; or one for each layer, for which transformers has errors of its own.
+            # A config may lack the field, or hold one value per layer, for which transformers raises its own errors.
             with suppress(Exception):
                 values[field] = getattr(parts[i], field)
         whole, heads, width = values.get("hidden_size"), values.get(name), values.get("head_dim")
@@ -286,10 +286,10 @@ def _widths(parts: Sequence[Any], new: Change) -> Change:
 
 
 def _fit(model: nn.Module, like: nn.Module, structure: Structure) -> tuple[Any, Any, Any]:
-    """What of the model's tensors a class that has the shapes of ``like`` takes otherwise: `StockConfig`'s cuts, zeros and computed.
+    """How the model's tensors map to those of ``like``, an instance of the stock class: `StockConfig`'s cuts, zeros and computed.
 
     Raises:
-        NotStockError: The first tensor that has no place, or another shape.
+        NotStockError: A tensor has no counterpart, or another shape; the error names the first.
     """
     ours, theirs = model.state_dict(), like.state_dict()
     buffers, cuts, computed = dict(like.named_buffers()), {}, []
@@ -311,14 +311,14 @@ def _fit(model: nn.Module, like: nn.Module, structure: Structure) -> tuple[Any, 
 def _cut(
     name: str, tensor: Tensor, shape: Sequence[int], structure: Structure, like: nn.Module
 ) -> tuple[int, tuple[int, ...]]:
-    """The dimension and the entries of a table for all heads that belong to the kept ones.
+    """The head dimension of a table with entries for all heads, and the kept heads' indices in it.
 
     Raises:
-        NotStockError: It is no such table; or layers that share it keep different heads.
+        NotStockError: The tensor is no such table; or layers that share it keep different heads.
     """
     why = f"{name} is {list(shape)}, in the pruned model {list(tensor.shape)}"
     dims = [d for d, (a, b) in enumerate(zip(tensor.shape, shape, strict=False)) if a != b]
-    # Modules that take the kept heads' part of something for all heads: name -> (heads, which are kept).
+    # Modules that slice the kept heads' part out of a tensor for all heads: name -> (number of heads, kept heads).
     takers = {}
     for module, entry in structure["modules"].items():
         for kind in {"position_bias", "arguments"} & entry.get("carried", {}).keys():
@@ -328,7 +328,7 @@ def _cut(
         raise NotStockError(why)
     nearest = max(takers, key=lambda module: len(commonprefix([module, name])))  # noqa: RUF071 (names, no paths)
     sharing = [module for module in takers if pattern(module) == pattern(nearest)]
-    if sum(pattern(each) == pattern(name) for each in like.state_dict()) == len(sharing):  # each layer has its own
+    if sum(pattern(each) == pattern(name) for each in like.state_dict()) == len(sharing):  # one table per layer
         sharing = [nearest]
     if len({takers[module] for module in sharing}) > 1:
         raise NotStockError(f"{name} is shared by {len(sharing)} layers, and they keep different heads")
@@ -339,9 +339,9 @@ def _cut(
 
 
 def empty_model(cls: Any, config: Any, attention: str | None) -> Any:
-    """A model of a class whose parameters are on the meta device, with an implementation of attention where its parts have that.
+    """A model of a class with parameters on the meta device, and with this attention implementation if all its parts support it.
 
-    Buffers are computed as the class does it; no random number is used up.
+    The class computes its buffers as usual; the state of the random number generator does not change.
     """
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
@@ -349,16 +349,16 @@ def empty_model(cls: Any, config: Any, attention: str | None) -> Any:
     with no_init_weights(), init_empty_weights(), torch.random.fork_rng(devices=[]):
         try:
             return cls._from_config(copy.deepcopy(config), attn_implementation=attention)
-        except ValueError:  # a part has another, such as a convolutional backbone: each takes its own
+        except ValueError:  # a part, such as a convolutional backbone, lacks it: each takes its default
             config._attn_implementation = None
             return cls._from_config(config)
 
 
 def _filled(model: Any, target: StockConfig) -> Any:
-    """A model of the stock class with the pruned model's own tensors, which it shares; in everything else like that model.
+    """An instance of the stock class that shares the pruned model's tensors, and has its mode, devices and trainable parameters.
 
     Raises:
-        NotStockError: It computes other buffers than the pruned model has.
+        NotStockError: The class computes other buffers than the pruned model has.
     """
     from accelerate.hooks import add_hook_to_module
 
@@ -386,9 +386,9 @@ def _filled(model: Any, target: StockConfig) -> Any:
         stock.generation_config = model.generation_config
     if not is_dispatched(model):
         return stock.to(model_device(model))
-    # It is dispatched as the model is; `state` has placeholders for what is kept elsewhere.
+    # Dispatch it as the model is dispatched; in `state`, offloaded weights are placeholders.
     for name, module in copied(model).named_modules():
-        if (hook := vars(module).get("_hf_hook")) is not None:  # it finds the weights by their names
+        if (hook := vars(module).get("_hf_hook")) is not None:  # finds the weights by name
             add_hook_to_module(stock.get_submodule(name), hook)
     for name, value in other.items():
         owner, _, last = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""A model written for other engines and loaders: one function, one file a format; folders for stock classes are written here."""
+"""Export models for other engines and loaders. Each format has its own file, except ``stock`` (folders for stock classes)."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def export(
 
     Args:
         model: A transformers model in float32 on a CPU.
-        path: The file, or the folder where the format is one (`Format.folder`); it appears complete and tried (where the engine is
-            installed), or not at all.
+        path: The file, or for some formats the folder (`Format.folder`). It appears complete, and tested if the engine is installed, or
+            not at all.
         to: The format: a name in `FORMATS`.
         processor: The model's tokenizer, for formats that hold one.
-        dtype: What weights are stored in: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        name: What the model is called inside the file; by default the name of the file or folder.
-        overwrite: Replace what is there.
+        dtype: The type of the stored weights: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        name: The model's name inside the file; by default the name of the file or folder.
+        overwrite: Replace an existing file or folder.
 
     Returns:
-        `Exported`: where it is, whether it was tried, and figures.
+        `Exported`: the path, whether the file was tested in its engine, and figures.
 
     Raises:
-        HeadPruneError: The format cannot express the model, a package is not installed, it exists or cannot be written,
-            or it does not give the model's answers. Nothing is written then.
+        HeadPruneError: The format cannot express the model, a package is not installed, the path exists or cannot be written,
+            or the file does not give the model's answers. Nothing is written then.
     """
     check_model(model)
     path = Path(path)
@@ -76,10 +76,10 @@ def export(
 
 
 def check_place(path: Path, to: str, dtype: str, overwrite: bool) -> Format:
-    """The format, if a file of it can be written to a place; before any model is loaded.
+    """Check, before any model is loaded, that a file of a format can be written to ``path``; returns the format.
 
     Raises:
-        HeadPruneError: An unknown format or type, a package that is not installed, or no place for the file.
+        HeadPruneError: An unknown format or type, a package that is not installed, or a path that cannot be written.
     """
     chosen = format_named(to)
     if dtype not in chosen.dtypes:
@@ -105,7 +105,7 @@ def _check_free(path: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No logs and warnings of PyTorch's exporter and of gguf while the context lasts."""
+    """Suppress logs and warnings of PyTorch's exporter and of gguf while the context lasts."""
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
         stack.callback(logging.disable, logging.root.manager.disable)
@@ -115,16 +115,16 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _replace_file(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A new file to write, in a folder of its own; it, and what is beside it, moves to ``path`` when the block ends without an error."""
+    """Yield a path in a temporary folder; when the block ends without an error, move all files there to ``path``'s folder."""
     folder = path.with_name(f".{path.name}.new")
     with locked(path.with_name(f".{path.name}.lock"), f"The file {path}", "headprune export"):
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed while it wrote
+        shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed while writing
         folder.mkdir()
         try:
-            yield folder / path.name  # its own name, which files beside it may refer to
+            yield folder / path.name  # the final name, which files beside it may refer to
             _check_free(path, overwrite)  # another process may have written it meanwhile
             others = [file.name for file in folder.iterdir() if file.name != path.name]
-            if others:  # several files cannot be replaced at once: never may parts of two be together
+            if others:  # several files cannot be replaced at once: avoid a mix of old and new ones
                 path.unlink(missing_ok=True)
             for name in (*others, path.name):  # the file that names the others comes last
                 os.replace(folder / name, path.with_name(name))

@@ -1,8 +1,8 @@
-"""A decoder in the terms of llama.cpp's architecture ``deci``, in which every layer has its own numbers of query and key/value heads.
+"""Map a decoder to llama.cpp's architecture ``deci``, in which every layer has its own numbers of query and key/value heads.
 
-Whether a model fits is tried, not looked up: each of its weights must have a place in the file, and `render`, which is llama.cpp's graph
-(src/models/deci.cpp) in PyTorch, must give the model's answers from the tensors that will be written. So there is no list of families.
-A family whose weights have Llama's names but which computes something else is refused, with the layer.
+There is no list of supported families. Instead, each weight must have a place in the file, and `render` (llama.cpp's graph,
+src/models/deci.cpp, in PyTorch) must give the model's answers from the tensors that will be written. A family that uses Llama's weight
+names but computes something else is refused; the error names the layer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from headprune.errors import HeadPruneError
 from headprune.running import attributes_kept
 
-TOLERANCE = 1e-3  # of log-probabilities, in nats, and of a layer's output, as a part of its largest number
-NOISE = 10  # times `sensitivity`, where that is more: what float32 leaves open
+TOLERANCE = 1e-3  # for log-probabilities in nats, and for a layer's output relative to its largest value
+NOISE = 10  # or this many times `sensitivity`, if that is more, to allow for float32 rounding
 
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # others change with the input's length
-# What a layer has in the file; one without attention has the last four.
+# A layer's tensors in the file; a layer without attention has only the last four.
 _PARTS = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
 _PLACES = {"token_embd.weight", "output_norm.weight", "output.weight", *(f"{part}.weight" for part in _PARTS)}
 _PLACES |= {f"{part}.bias" for part in _PARTS if "norm" not in part}
@@ -35,14 +35,14 @@ def _misfit(what: str) -> HeadPruneError:
 
 @dataclass
 class Decoder:
-    """What a GGUF file says of a decoder.
+    """The content of a decoder's GGUF file.
 
     Attributes:
-        heads, kv_heads, feed_forward: By layer; 0 heads is a layer without attention.
-        shifts: What the output of some layers has more than the model's: the constant that is the next layer's attention.
-        rope_scale: What rotated queries and keys are multiplied by (YaRN's attention factor).
-        tensors: By their name in the file, as the model has them (`read` gives what is written).
-        notes: What a reader should know.
+        heads, kv_heads, feed_forward: By layer; a layer without attention has 0 heads.
+        shifts: By layer, the constant by which its output exceeds the model's: the attention output of a next layer without heads.
+        rope_scale: Factor on rotated queries and keys (YaRN's attention factor).
+        tensors: The model's tensors, by their name in the file (`read` gives them as they are written).
+        notes: Remarks for the user.
     """
 
     width: int
@@ -62,8 +62,8 @@ class Decoder:
     def read(self, name: str) -> Tensor:
         """A tensor as it is written, in float32.
 
-        transformers rotates feature i of a head together with feature i + head_dim / 2, llama.cpp's "norm" kind rotates neighbours: the
-        features of queries and keys change their order.
+        transformers rotates feature i of a head together with feature i + head_dim / 2, llama.cpp's "norm" kind rotates neighbours. So
+        the features of queries and keys are reordered.
         """
         value = self.tensors[name].detach().float()
         if ".attn_q." in name or ".attn_k." in name:
@@ -73,7 +73,7 @@ class Decoder:
 
 
 def decoder_of(model: Any) -> Decoder:
-    """A model in the terms of a GGUF file.
+    """Map a model to the content of a GGUF file.
 
     Raises:
         HeadPruneError: ``deci`` has no place for one of its weights or settings; the error names the layer.
@@ -107,7 +107,7 @@ def verify(model: Any, decoder: Decoder, ids: Tensor) -> Tensor:
         The model's log-probabilities of the token after ``ids``, ``[vocabulary]``.
 
     Raises:
-        HeadPruneError: They differ by more than rounding; the error names the layer where they begin to.
+        HeadPruneError: They differ by more than rounding; the error names the first layer that differs.
     """
     with attributes_kept(model):
         output = model(input_ids=ids[None], use_cache=False, output_hidden_states=True)
@@ -128,15 +128,15 @@ def verify(model: Any, decoder: Decoder, ids: Tensor) -> Tensor:
 def render(
     decoder: Decoder, ids: Tensor, dtype: torch.dtype = torch.float32, nudge: float = 0.0
 ) -> tuple[list[Tensor], Tensor]:
-    """llama.cpp's graph of a file, in PyTorch.
+    """Run llama.cpp's graph of a file, in PyTorch.
 
     Args:
         ids: ``[tokens]``.
-        dtype: What matrices are stored in. llama.cpp rounds what they are multiplied with to it, too.
-        nudge: What part of itself every number of the embeddings is changed by, up or down.
+        dtype: The type that matrices are stored in; llama.cpp also rounds the other factor of a product to it.
+        nudge: Relative change, randomly up or down, of every number of the embeddings.
 
     Returns:
-        The output of every layer, each ``[tokens, width]``; and log-probabilities, ``[tokens, vocabulary]``.
+        The output of every layer, ``[tokens, width]`` each; and log-probabilities, ``[tokens, vocabulary]``.
     """
 
     def read(name: str) -> Tensor:
@@ -176,17 +176,17 @@ def render(
 
 
 def sensitivity(decoder: Decoder, ids: Tensor) -> Tensor:
-    """The largest change of a log-probability where every number of the embeddings changes by its last bits, ``[tokens]``.
+    """The largest change of a log-probability when the last bits of all embeddings change, ``[tokens]``.
 
-    Two right computations in float32 differ by a few times that: mostly by 1e-5 nats, by more where a model is badly conditioned
-    (some are, without the attention of their first layer).
+    Two correct float32 computations differ by a few times that: mostly by 1e-5 nats, by more if a model is badly conditioned
+    (as some are without the attention of their first layer).
     """
     plain, nudged = (render(decoder, ids, nudge=nudge)[1] for nudge in (0.0, 2.0**-22))
     return (plain - nudged).abs().amax(-1)
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Neighbouring features of ``[heads, tokens, head_dim]`` rotated together."""
+    """Rotate pairs of neighbouring features of ``[heads, tokens, head_dim]``."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1).flatten(-2)
 
@@ -199,7 +199,7 @@ def _place(decoder: Decoder, model: Any, layers: int) -> dict[int, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         match = re.match(r"model\.layers\.(\d+)\.", name)
         layer, own = (int(match[1]), name[match.end() :]) if match else (-1, name)
-        if not tensor.numel():  # where the weights of an attention without heads have been
+        if not tensor.numel():  # placeholder for the weights of an attention without heads
             continue
         if match and own == "self_attn.bias":
             constants[layer] = tensor
@@ -211,15 +211,15 @@ def _place(decoder: Decoder, model: Any, layers: int) -> dict[int, Tensor]:
         decoder.tensors[place] = tensor
     head = decoder.tensors.get("output.weight")
     if head is not None and head.data_ptr() == decoder.tensors["token_embd.weight"].data_ptr():
-        del decoder.tensors["output.weight"]  # llama.cpp takes the embeddings
+        del decoder.tensors["output.weight"]  # llama.cpp then uses the embeddings
     return constants
 
 
 def _count(decoder: Decoder, index: int, constant: Tensor | None) -> None:
-    """Note how many heads and features one layer has; an attention without heads becomes a constant.
+    """Record one layer's numbers of heads and features; an attention without heads becomes a constant.
 
     Args:
-        constant: The bias of an attention module without heads, where there is one.
+        constant: The bias of an attention module without heads; None if it has none.
     """
     tensors, block = decoder.tensors, f"blk.{index}."
     output = tensors.get(f"{block}attn_output.weight")
@@ -246,10 +246,10 @@ def _count(decoder: Decoder, index: int, constant: Tensor | None) -> None:
 
 
 def _add_constant(decoder: Decoder, index: int, bias: Tensor | None) -> None:
-    """Write an attention whose heads are all gone, so that it adds W_O's bias, if there is one, to every token."""
+    """Represent an attention without heads, which adds W_O's bias (if any) to every token."""
     tensors = decoder.tensors
     if index == 0:
-        # llama.cpp takes what it allocates from layer 0, so one head stays there, with zero output.
+        # llama.cpp sizes its buffers by layer 0, so one head with zero output stays there.
         zero = torch.zeros(decoder.head_dim, decoder.width)
         tensors |= {f"blk.0.attn_{name}.weight": zero for name in "qkv"}
         tensors["blk.0.attn_output.weight"] = zero.T.contiguous()
@@ -257,14 +257,14 @@ def _add_constant(decoder: Decoder, index: int, bias: Tensor | None) -> None:
             tensors["blk.0.attn_output.bias"] = bias
         decoder.notes.append("Layer 0 has no heads; llama.cpp needs one there, so one with zero output was written.")
     elif bias is not None:
-        # A layer without attention hands its input on as it is: the layer below adds the constant, after its feed-forward part.
+        # deci passes the input of a layer without attention on unchanged, so the previous layer's feed-forward bias adds the constant.
         below = f"blk.{index - 1}.ffn_down.bias"
         shift = decoder.shifts[index - 1] = bias.detach().float()
         tensors[below] = tensors[below].detach().float() + shift if below in tensors else shift
 
 
 def _epsilon(body: Any) -> float:
-    """The epsilon of all norms: deci has one."""
+    """The epsilon that all norms share, since deci has only one."""
     norms = {name: module for name, module in body.named_modules() if "norm" in name}
     epsilons = {name: getattr(m, "variance_epsilon", getattr(m, "eps", math.nan)) for name, m in norms.items()}
     first: float = next(iter(epsilons.values()))
@@ -275,8 +275,8 @@ def _epsilon(body: Any) -> float:
 
 
 def _rope(config: Any, rotary: Any, head_dim: int) -> tuple[float, float, Tensor]:
-    """Rotary positions as llama.cpp states them: their base, what rotated queries and keys are multiplied by, and what the plain frequencies
-    are divided by, ``[head_dim / 2]``."""
+    """Rotary embedding in llama.cpp's terms: base, factor on rotated queries and keys, and divisors of the plain frequencies,
+    ``[head_dim / 2]``."""
     kind, frequencies = getattr(rotary, "rope_type", "default"), getattr(rotary, "inv_freq", None)
     settings: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if kind not in _STATIC_ROPE or frequencies is None or "rope_theta" not in settings:
@@ -294,7 +294,7 @@ def _plain_frequencies(base: float, head_dim: int) -> Tensor:
 
 
 def _check_window(config: Any, layers: int) -> None:
-    """Refuse attention that sees only so many tokens back: ``deci`` has no such thing."""
+    """Refuse sliding-window attention, which ``deci`` does not have."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     sliding = [i for i in range(layers) if not kinds or kinds[i] == "sliding_attention"]
     if window is not None and sliding and window < config.max_position_embeddings:

@@ -1,4 +1,4 @@
-"""Exported files run and timed by the engines that they are for."""
+"""Run and time exported files in their engines: onnxruntime, OpenVINO and llama.cpp."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from headprune.running import Progress
 
 
 class Session(nn.Module):
-    """An exported file in the engine that its name says, as a model on the CPU: named inputs give the file's outputs, in their order.
+    """An exported file as a CPU module that runs in the file's engine: takes inputs by name, returns the outputs in the file's order.
 
     Args:
-        path: An ONNX file (``.onnx``); an OpenVINO model (``.xml``), or the folder that it is in.
-        exact: Compute in float32. Else as the engine likes it: OpenVINO computes in bfloat16 on some processors.
+        path: An ONNX file (``.onnx``), an OpenVINO model (``.xml``), or the folder of one.
+        exact: Compute in float32. Otherwise the engine chooses: OpenVINO uses bfloat16 on some processors.
 
     Attributes:
-        engine: Its name and version.
-        inputs: By name, the type and shape that the file takes; a free size has a name.
+        engine: The engine's name and version.
+        inputs: Name -> (type, shape) of the file's inputs; a free size is a name.
 
     Raises:
-        HeadPruneError: It is none of these, the engine is not installed, or does not read or run the file.
+        HeadPruneError: The path is none of these, the engine is not installed, or it does not read or run the file.
     """
 
     inputs: dict[str, tuple[torch.dtype, list[int | str]]]
@@ -54,7 +54,7 @@ class Session(nn.Module):
         self.engine = f"{self._name} {importlib.metadata.version(self._name)}"
 
     def forward(self, **given: Tensor) -> list[Tensor]:
-        """Other inputs than the file takes are ignored."""
+        """Run the file; inputs that it does not take are ignored."""
         if missing := [name for name in self.inputs if name not in given]:
             raise HeadPruneError(f"{self._path.name} takes {', '.join(missing)} too.", "Pass all that it takes.")
         with self._explain_errors("run"):
@@ -71,12 +71,12 @@ class Session(nn.Module):
 
 
 def is_exported(path: Path) -> bool:
-    """Whether an engine's file or folder is meant, not a model of transformers."""
+    """Whether a path is an exported file or folder for an engine, not a transformers model."""
     return bool(_engine_of(path)[0])
 
 
 def _engine_of(path: Path) -> tuple[str, Path]:
-    """The engine of a path ("" for none), and the file that it is to read."""
+    """The engine that runs a path ("" for none), and the file that it reads."""
     if path.suffix == ".onnx":
         return "onnxruntime", path
     models = [path] if path.suffix == ".xml" else sorted(path.glob("*.xml")) if path.is_dir() else []
@@ -93,7 +93,7 @@ def _onnxruntime(file: Path) -> Any:
     inputs = {}
     for node in loaded.get_inputs():
         dtype = getattr(torch, node.type.removeprefix("tensor(").removesuffix(")"))
-        # PyTorch writes sizes that it finds to be fixed as text.
+        # PyTorch writes some fixed sizes as text.
         inputs[node.name] = dtype, [int(size) if str(size).isdigit() else size for size in node.shape]
     return inputs, partial(loaded.run, None)
 
@@ -122,19 +122,19 @@ def _openvino(file: Path, exact: bool) -> Any:
 def complete(
     file: Path, requests: Sequence[dict[str, Any]], *, context: int = 512, exact: bool = True
 ) -> tuple[str, list[dict[str, Any]]]:
-    """llama.cpp's answers to requests, from a child process, since a file that it cannot read ends the process.
+    """llama.cpp's answers to requests. It runs in a child process, since a file that it cannot read ends the process.
 
     Args:
         file: A GGUF file.
-        requests: What llama.cpp's server takes for completions, such as ``{"prompt": [1, 2], "n_predict": 1, "n_probs": 10}``.
-        context: Tokens that fit.
-        exact: Keep keys and values in float32. Else in float16, as llama.cpp does by default.
+        requests: Completion requests for llama.cpp's server, such as ``{"prompt": [1, 2], "n_predict": 1, "n_probs": 10}``.
+        context: Context size in tokens.
+        exact: Keep keys and values in float32, not in float16 as llama.cpp does by default.
 
     Returns:
         xllamacpp's version, and the answers.
 
     Raises:
-        HeadPruneError: It does not read the file, or ended before it had answered.
+        HeadPruneError: llama.cpp does not read the file, or ended before it answered.
     """
     job = {
         "path": sys.path, "file": os.fspath(file.absolute()), "context": context, "exact": exact,
@@ -154,7 +154,7 @@ def complete(
 
 
 def _answer() -> None:
-    """Print llama.cpp's answers to the requests on stdin. `complete` runs its source in another Python, so it uses nothing of this file."""
+    """Print llama.cpp's answers to the requests on stdin. `complete` runs this source in another Python, so it uses nothing else here."""
     import json
     import sys
 
@@ -180,7 +180,7 @@ def _answer() -> None:
 
 
 def log_probabilities(answer: dict[str, Any]) -> dict[int, float]:
-    """Log-probabilities that tokens had to be generated first, by their ids, as far as llama.cpp lists them.
+    """The log-probabilities of the first generated token, by token id, as far as llama.cpp lists them.
 
     Raises:
         HeadPruneError: The answer has none.
@@ -196,15 +196,15 @@ def time_onnx(files: Mapping[str, Path | str], example: Mapping[str, Tensor], **
     """Time ONNX files in onnxruntime (or OpenVINO models in OpenVINO) against each other on one input, on the CPU.
 
     Args:
-        files: By name; the others are compared with the first, usually the dense model.
-        example: The inputs by name; others than the files take are left out.
+        files: Paths by name; all others are compared with the first, usually the dense model.
+        example: The inputs by name; those that a file does not take are ignored.
         rounds: ``min_runs`` and ``min_seconds``, as in `headprune.benchmark`.
 
     Returns:
-        The `LatencyRow` that `headprune.benchmark` gives.
+        A `LatencyRow`, as of `headprune.benchmark`.
 
     Raises:
-        HeadPruneError: A file that does not run, or needs an input that the example lacks.
+        HeadPruneError: A file does not run, or needs an input that the example lacks.
     """
     sessions = {name: Session(Path(file), exact=False) for name, file in files.items()}
     return bench(sessions, [(*example_shape(example), example)], **rounds)[0]
@@ -213,7 +213,7 @@ def time_onnx(files: Mapping[str, Path | str], example: Mapping[str, Tensor], **
 def bench_files(
     files: Mapping[str, Path], batches: Sequence[int], lengths: Sequence[int], *, progress: Progress | None = None
 ) -> list[LatencyRow]:
-    """`time_onnx` on made-up inputs of several sizes; lengths only where the files leave any free."""
+    """`time_onnx` on made-up inputs of several sizes; ``lengths`` apply only if the files leave a length free."""
     sessions = {name: Session(file, exact=False) for name, file in files.items()}
     shapes = [shape for _, shape in next(iter(sessions.values())).inputs.values()]
     free = any(isinstance(size, str) for shape in shapes for size in shape[1:])
@@ -225,10 +225,10 @@ def bench_files(
 
 
 def _inputs(loaded: Session, batch: int, length: int) -> dict[str, Tensor]:
-    """Inputs that a file takes: masks of ones, other whole numbers 0, noise.
+    """Made-up inputs for a file: masks of ones, other integers 0, floats random.
 
     Raises:
-        HeadPruneError: The file fixes another batch.
+        HeadPruneError: The file has another, fixed batch size.
     """
     inputs: dict[str, Tensor] = {}
     for name, (dtype, sizes) in loaded.inputs.items():

@@ -1,4 +1,4 @@
-"""The register of formats: what each is given and gives."""
+"""The registry of export formats, and the interface of a format's writer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from headprune.errors import HeadPruneError, registered
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """An exported file or folder.
 
     Attributes:
         path: The file or folder.
         format: Its name in `FORMATS`.
-        proved: Whether the file was run in the engine that it is for, and gave the model's answers.
-        summary: The file, and whether it was tried, in a line.
+        proved: Whether the file ran in its engine and gave the model's answers.
+        summary: One line on the file, and whether it was tested.
         facts: Figures of the file and of its proof, for a JSON document.
-        notes: What a reader should know, in sentences.
+        notes: Remarks for the user, in sentences.
     """
 
     path: Path
@@ -38,30 +38,31 @@ class Exported:
 
 
 Writer = Callable[[nn.Module, Path, Any, str, str], Exported]
-"""A function of
+"""A function that writes a model in a format. It takes
 
 - a transformers model in float32 on a CPU, in evaluation mode,
-- the file to write, or the folder (empty) to write files into; the caller moves it to its place once it is whole,
+- the file to write, or the (empty) folder to write files into, which the caller then moves to its final place,
 - the model's tokenizer (or image processor), for formats that hold one,
-- what weights are stored in: one of `Format.dtypes`,
-- what the model is called inside the file.
+- the type of the stored weights: one of `Format.dtypes`,
+- the model's name inside the file.
 
-It raises HeadPruneError for what the format cannot express, before it writes anything, and for a file that does not give the model's answers.
+It raises HeadPruneError before it writes anything if the format cannot express the model, and later if the file does not give the model's
+answers.
 """
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file.
+    """An export format.
 
     Attributes:
-        suffix: What its files end in, with the dot; what its folders end in, where a model is several files.
+        suffix: The suffix of its files, with the dot, or of its folders.
         write: Writes a model (`Writer`).
-        folder: Whether a model is a folder.
+        folder: Whether a model is a folder, not a single file.
         needs: Packages that write it; ``pip install headprune[NAME]`` installs them.
-        dtypes: What it can store weights in.
-        as_stored: Whether weights are best stored as the model's folder has them; else in float32, since engines compute in what the
-            file has, and few processors are fast in half precision.
+        dtypes: The types that it can store weights in.
+        as_stored: Whether to store weights in the type of the model's folder by default. Otherwise in float32, since engines compute in
+            the file's type, and few processors are fast in half precision.
         tokenizer: Whether the file holds the model's tokenizer, so that there must be one.
     """
 
@@ -84,7 +85,7 @@ FORMATS: dict[str, Format] = {}
 
 
 def exporter(name: str, suffix: str, **properties: Any) -> Callable[[Writer], Writer]:
-    """Register a function that writes a format; ``properties`` are those of `Format`, and the first line of its docstring describes it."""
+    """Decorator: register a format's writer; its docstring's first line describes the format, ``properties`` are fields of `Format`."""
 
     def register(write: Writer) -> Writer:
         FORMATS[name] = Format(name, suffix, write, **properties)
@@ -94,10 +95,10 @@ def exporter(name: str, suffix: str, **properties: Any) -> Callable[[Writer], Wr
 
 
 def format_named(name: str) -> Format:
-    """A format of the register.
+    """Look up an export format by name.
 
     Raises:
-        HeadPruneError: There is none of that name, or a package that it needs is not installed.
+        HeadPruneError: No format has this name, or a package that it needs is not installed.
     """
     chosen = registered(FORMATS, "export format", name)
     if missing := [package for package in chosen.needs if importlib.util.find_spec(package) is None]:

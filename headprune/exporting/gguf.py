@@ -1,4 +1,4 @@
-"""GGUF files, which llama.cpp and what is built on it run: Ollama, LM Studio, llama-cpp-python and others."""
+"""Export to GGUF files, for llama.cpp and programs built on it: Ollama, LM Studio, llama-cpp-python and others."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ TEXTS = (
     "The year 2024 had 366 days, hadn't it?\n\n  Two  spaces, a tab\tand “quotes”: naïve café – 東京, привет, 1234567 🙂.",
     "def area(r):\n    return 3.14159 * r ** 2  # I'LL SAY\n",
 )
-TOKENS = 96  # drawn at random, to compare answers on
-_ROUNDED = 4  # times what rounding does to them is allowed where weights are stored in half
-_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # by gguf
+TOKENS = 96  # random tokens to compare answers on
+_ROUNDED = 4  # tolerance for weights in half precision, as a multiple of the change that rounding them causes
+_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # gguf's names
 
 
 _LLAMA = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,8 +38,8 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _WORDS = {_LLAMA: "Llama's words", _LLAMA.replace("{1,3}", ""): "Qwen's words", _TEKKEN: "Tekken's words"}
-_PIECES = "default"  # SentencePiece's, which llama.cpp cuts by itself
-# How text is cut before bytes are merged, and whether whole words of the vocabulary are looked up first: what llama.cpp calls it.
+_PIECES = "default"  # SentencePiece: llama.cpp splits the text itself
+# (How text is split before bytes are merged, whether whole words are looked up in the vocabulary first) -> llama.cpp's name.
 PRE_TOKENIZERS = {
     ("GPT-2's words", False): "gpt-2",
     ("digits, GPT-2's words", False): "smollm",
@@ -50,7 +50,7 @@ PRE_TOKENIZERS = {
 }
 
 Prompt = tuple[str | list[int], Tensor, Tensor]
-"""A text, or ids; the same as tokens, ``[tokens]``; and the model's log-probabilities of the token that follows, ``[vocabulary]``."""
+"""(text or token ids, its tokens ``[tokens]``, the model's log-probabilities of the next token ``[vocabulary]``)."""
 
 
 @exporter("gguf", ".gguf", needs=("gguf",), tokenizer=True)
@@ -79,7 +79,7 @@ def gguf(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) ->
 
 
 def _prompts(model: nn.Module, tokenizer: Any, decoder: deci.Decoder) -> list[Prompt]:
-    """Texts and random tokens of several lengths, as many as fit."""
+    """Prompts that fit into the context: texts, and random tokens of several lengths."""
     size = min(decoder.vocabulary, len(tokenizer))
     drawn = torch.randint(size, (min(TOKENS, decoder.context - 1),), generator=torch.Generator().manual_seed(0))
     inputs: list[tuple[str | list[int], Tensor]] = [(drawn[:n].tolist(), drawn[:n]) for n in (1, 7, TOKENS)]
@@ -89,7 +89,7 @@ def _prompts(model: nn.Module, tokenizer: Any, decoder: deci.Decoder) -> list[Pr
 
 
 def _write(writer: Any, decoder: deci.Decoder, dtype: torch.dtype) -> None:
-    """Write the file, one tensor in memory at a time."""
+    """Write the GGUF file; only one converted tensor is in memory at a time."""
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
     from gguf.quants import quantize
 
@@ -111,7 +111,7 @@ def _write(writer: Any, decoder: deci.Decoder, dtype: torch.dtype) -> None:
     writer.add_rope_freq_base(decoder.rope_base)
     if decoder.rope_scale != 1:
         writer.add_rope_scaling_attn_factors(decoder.rope_scale)
-    # Norms and biases stay in float32: llama.cpp adds and multiplies by nothing else.
+    # Norms and biases stay in float32: llama.cpp supports no other type for them.
     kinds = {n: GGMLQuantizationType[_KINDS[dtype] if t.ndim > 1 else "F32"] for n, t in decoder.tensors.items()}
     for name, tensor in decoder.tensors.items():
         size = tensor.numel() * (dtype.itemsize if tensor.ndim > 1 else 4)
@@ -127,12 +127,12 @@ def _write(writer: Any, decoder: deci.Decoder, dtype: torch.dtype) -> None:
 def _prove(
     path: Path, tokenizer: Any, decoder: deci.Decoder, prompts: list[Prompt], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Run the file in llama.cpp, and compare.
+    """Run the file in llama.cpp, and compare its answers with the model's; returns the facts of the proof.
 
     Raises:
-        HeadPruneError: It reads a text as other tokens, or its answers differ by more than rounding.
+        HeadPruneError: llama.cpp splits a text into other tokens, or its answers differ by more than rounding.
     """
-    # llama.cpp lists log-probabilities only of a token that is text, so the bias forces a letter; they are those without the bias.
+    # llama.cpp lists log-probabilities only if the generated token is text, so a bias forces a letter; the list ignores the bias.
     letters = [i for t, i in tokenizer.get_vocab().items() if len(t) == 1 and t.isascii() and t.isalpha()]
     likeliest, bias = min(decoder.vocabulary, 4096), [[i, 1e4] for i in letters[:1]]
     settings = {"n_predict": 1, "temperature": 0, "n_probs": likeliest, "logit_bias": bias}
@@ -156,7 +156,7 @@ def _prove(
 
 
 def _rounding(decoder: deci.Decoder, prompt: Prompt, dtype: torch.dtype) -> float:
-    """What rounding may do to the log-probabilities of the last token, at most."""
+    """The largest difference in the log-probabilities after the last token that rounding may explain."""
     _, ids, expected = prompt
     if dtype == torch.float32:
         return float(deci.NOISE * deci.sensitivity(decoder, ids)[-1])
@@ -168,11 +168,11 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> tuple[str, list[s
 
     Args:
         writer: A `gguf.GGUFWriter`.
-        tokenizer: One of transformers', with a fast backend.
-        size: Of the model's vocabulary; ids that the tokenizer does not have are filled up.
+        tokenizer: A fast tokenizer of transformers.
+        size: Of the model's vocabulary; ids that the tokenizer lacks become padding tokens.
 
     Returns:
-        llama.cpp's name for how text is cut, and what a reader should know.
+        llama.cpp's name of the pre-tokenizer, and notes for the user.
 
     Raises:
         HeadPruneError: llama.cpp has no tokenizer of this kind.
@@ -205,7 +205,7 @@ def _add_vocabulary(writer: Any, tokenizer: Any, size: int) -> tuple[str, list[s
 
 
 def _tokens(tokenizer: Any, bytewise: bool, size: int) -> tuple[list[str], list[int]]:
-    """Texts and types, by id."""
+    """The tokens' texts and gguf types, by id."""
     from gguf import TokenType
 
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
@@ -225,7 +225,7 @@ def _tokens(tokenizer: Any, bytewise: bool, size: int) -> tuple[list[str], list[
 
 
 def _pre_tokenizer(data: dict[str, Any]) -> tuple[str, bool]:
-    """llama.cpp's name for how text is cut, and whether a space is put before it."""
+    """llama.cpp's name of the pre-tokenizer, and whether it puts a space before the text."""
     kinds = [step["type"] for step in _steps(data["normalizer"], "normalizers")]
     cuts, model = _steps(data["pre_tokenizer"], "pretokenizers"), data["model"]
     if model["byte_fallback"]:
@@ -248,21 +248,21 @@ def _steps(step: dict[str, Any] | None, parts: str) -> list[dict[str, Any]]:
 
 
 def _step_name(step: dict[str, Any]) -> str:
-    """One way to cut text, in the words of `PRE_TOKENIZERS`, or as tokenizer.json has it."""
+    """A pre-tokenizer step in the words of `PRE_TOKENIZERS`; its JSON if it is not one of these."""
     match step:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": words}:
             return "GPT-2's words" if words else "bytes"
         case {"type": "Digits", "individual_digits": True}:
             return "digits"
         case {"type": "Split", "pattern": {"Regex": regex}, "behavior": behavior, "invert": inverted}:
-            # What matches is a word: Isolated keeps it and what lies between; Removed, inverted, keeps it too.
+            # The regex matches words: both Isolated and inverted Removed keep matches as separate pieces.
             if regex in _WORDS and (behavior, inverted) in (("Isolated", False), ("Removed", True)):
                 return _WORDS[regex]
     return json.dumps(step, ensure_ascii=False)
 
 
 def _ends(tokenizer: Any) -> dict[str, bool]:
-    """Whether the beginning (bos) and the end (eos) of a text are marked: tried, since the post-processor has no one form."""
+    """Whether the tokenizer adds bos and eos tokens; tested on a text, since post-processors have many forms."""
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     for bos, eos in product((False, True), repeat=2):
         if whole == [tokenizer.bos_token_id] * bos + bare + [tokenizer.eos_token_id] * eos:
@@ -272,9 +272,9 @@ def _ends(tokenizer: Any) -> dict[str, bool]:
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[float]:
-    """SentencePiece's scores: llama.cpp merges the neighbours whose joint piece has the highest.
+    """SentencePiece scores: llama.cpp merges the neighbours whose joint piece has the highest score.
 
-    tokenizer.json has their order only, which is all that counts; all merges that make a piece must lie together in it.
+    Only the order of scores matters, and tokenizer.json has the order of merges; all merges into one piece must be consecutive.
     """
     pieces = [piece for piece, _ in groupby(left + right for left, right in merges)]
     order = {piece: place for place, piece in enumerate(pieces)}

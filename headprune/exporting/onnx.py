@@ -1,6 +1,6 @@
-"""ONNX files, which onnxruntime and many other engines run; and OpenVINO's folders, which are made of them.
+"""Export to ONNX files, for onnxruntime and many other engines, and from these to OpenVINO folders.
 
-A model is traced by `torch.export` as a function from tensors to tensors, with the sizes left free that the model leaves free.
+`torch.export` traces a model as a function from tensors to tensors; the sizes that the model leaves free stay dynamic.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from headprune.inputs import LABELS, Example, call, is_encoder_decoder, map_tens
 from headprune.running import attributes_kept, uncached, uncompiled
 
 BATCH, LENGTH = "batch", "length"
-TOLERANCE = 1e-4  # of an answer's largest value, for a file in float32
-_ROUNDED = 4  # times what rounding does to the answers is allowed where weights are stored in half
-# The sizes that a file is tried with, of the batch and of lengths: so many times the traced size, and so much more.
+TOLERANCE = 1e-4  # relative to an answer's largest value, for a file in float32
+_ROUNDED = 4  # tolerance for weights in half precision, as a multiple of the change that rounding them causes
+# Sizes to test a file with: (factor, summand) on the traced batch size, then on the traced lengths.
 _SIZES = (((1, 0), (1, 0)), ((0, 1), (1, 0)), ((0, 1), (0, 1)), ((1, 1), (2, 1)), ((1, 1), (1, 1)))
 
 
@@ -69,18 +69,18 @@ def openvino(model: nn.Module, path: Path, processor: Any, dtype: str, name: str
 def _export(
     path: Path, dtype: str, file: Path, load: Any, function: FlatModel, traced: FlatModel, rounded: FlatModel
 ) -> Exported:
-    """Write an ONNX file that gives the model's answers in an engine, with as many free sizes as it can have.
+    """Write an ONNX file that gives the model's answers in an engine, with as many free sizes as possible.
 
     Args:
-        path: What is exported: the file, or a folder.
-        file: Where the ONNX file goes.
+        path: The exported file or folder.
+        file: Path of the ONNX file.
         load: Takes the ONNX file, and returns its `Session`.
         function: The model, in float32.
-        traced: What the graph is made of.
-        rounded: What rounding of the weights makes of the model: this much may the answers differ.
+        traced: The model to trace.
+        rounded: The model with rounded weights; its error sets the tolerance.
 
     Raises:
-        HeadPruneError: There is none.
+        HeadPruneError: No such file can be written.
     """
     failed: list[HeadPruneError] = []
     for graph in graphs(traced):
@@ -105,7 +105,7 @@ def _export(
 
 
 def _convert(graph: Graph, function: FlatModel, file: Path) -> None:
-    """Write an ONNX file; weights that one file cannot hold go into another beside it."""
+    """Write an ONNX file; weights too large for it go into a second file beside it."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     axes = tuple({d: graph.names[size] for d, size in enumerate(dims) if size in graph.names} for dims in graph.dims)
@@ -119,7 +119,7 @@ def _convert(graph: Graph, function: FlatModel, file: Path) -> None:
             message = f"PyTorch's exporter does not convert {type(function.model).__name__} to ONNX: {type(cause).__name__}: {first_line(cause)}"
             hint = "Try the dense model: where that fails too, ONNX has no operation for something that it does."
             raise HeadPruneError(message, hint) from error
-        ClearMetadataAndDocStringPass()(converted.model)  # stack traces, with the paths of this machine
+        ClearMetadataAndDocStringPass()(converted.model)  # removes stack traces, which hold this machine's paths
         converted.model.producer_name, converted.model.producer_version = "headprune", __version__
         converted.save(file)
 
@@ -128,7 +128,7 @@ class FlatModel(nn.Module):
     """A model as a function from tensors to tensors, both in a fixed order.
 
     Attributes:
-        example: Inputs that the model takes.
+        example: An example input.
         inputs, outputs: Names of the tensors: arguments of the model's ``forward``, fields of its output.
     """
 
@@ -155,8 +155,8 @@ class Graph:
     Attributes:
         program: A `torch.export.ExportedProgram` of a `FlatModel`.
         example: The inputs that it was traced with.
-        dims: Of every input, each dimension: a number, or an expression (of sympy) in the free sizes.
-        names: What the free sizes are called: batch, length, …
+        dims: The dimensions of every input: numbers, or sympy expressions in the free sizes.
+        names: Names of the free sizes: batch, length, …
         sizes: The free sizes' values in the trace.
     """
 
@@ -168,13 +168,13 @@ class Graph:
 
 
 def flat_model(model: nn.Module, processor: Any = None) -> FlatModel:
-    """A model with inputs that it takes: of the form that it was pruned with, or that its config names.
+    """A `FlatModel` with an example input, in the form that the model was pruned with or that its config implies.
 
     Args:
-        processor: Its tokenizer: what that gives beside, such as token types, is an input too where the form is not known.
+        processor: The tokenizer; if the form comes from the config, its other outputs, such as token types, are inputs too.
 
     Raises:
-        HeadPruneError: It is not known what it takes.
+        HeadPruneError: No form is known on which the model runs.
     """
     reason = ""
     for example in _examples(model, processor):
@@ -187,10 +187,10 @@ def flat_model(model: nn.Module, processor: Any = None) -> FlatModel:
 
 
 def graphs(function: FlatModel) -> Iterator[Graph]:
-    """The model traced with as many free sizes as it can have, then with fewer: for the first that works.
+    """Trace the model with as many free sizes as possible, then with fewer; callers take the first graph that works.
 
     Raises:
-        HeadPruneError: `torch.export` does not take the model, whatever is fixed.
+        HeadPruneError: `torch.export` fails on the model even with all sizes fixed.
     """
     example, auto = tensors(function.example), torch.export.Dim.AUTO  # torch.export fixes sizes that the model fixes
     lengths = tuple(t.ndim if t.ndim < 4 else 1 for t in example)
@@ -211,7 +211,7 @@ def graphs(function: FlatModel) -> Iterator[Graph]:
 
 @contextmanager
 def traceable(model: Any) -> Iterator[None]:
-    """A model as a trace needs it while the context lasts: no cache, no fused layers, experts of which all shapes are known."""
+    """Prepare a model for tracing while the context lasts: no cache, no fused fast path, and experts with static shapes."""
     experts = model.get_experts_implementation() if hasattr(model, "get_experts_implementation") else None
     with ExitStack() as stack:
         if experts is not None:
@@ -224,9 +224,9 @@ def traceable(model: Any) -> Iterator[None]:
 
 
 class _PlainAttention(TorchFunctionMode):
-    """`scaled_dot_product_attention` in plain operations, and zeros for a token that sees none, as PyTorch has it.
+    """Replaces `scaled_dot_product_attention` by plain operations, with PyTorch's zeros for a token that may attend to no other.
 
-    What PyTorch's exporter puts in its place takes 4 % longer in onnxruntime (a BERT), and computes a softmax over nothing for such tokens.
+    The decomposition of PyTorch's exporter takes 4 % longer in onnxruntime (a BERT), and computes a softmax over nothing for such tokens.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -270,9 +270,9 @@ def _trace(function: FlatModel, example: list[Tensor], free: list[dict[int, Any]
 
 
 def _examples(model: nn.Module, processor: Any) -> Iterator[Example]:
-    """Inputs that a model may take, without labels, the fullest first; a decoder that reads its tokens off the labels gets these tokens."""
-    # A service passes on what the tokenizer gives. Without token types, pairs of texts would get other answers. Models that write text are
-    # called without.
+    """Candidate inputs without labels, those with the most fields first; decoders that shift labels get ``decoder_input_ids`` instead."""
+    # A service passes on all that the tokenizer gives, and without token types, pairs of texts would get other answers. Models that
+    # generate text are called without these.
     try:
         given = [] if writes(model) else list(processor("a"))
     except Exception:  # no tokenizer, an image processor, or one that takes texts in another form
@@ -297,13 +297,13 @@ def _examples(model: nn.Module, processor: Any) -> Iterator[Example]:
 
 
 def _two_rows(example: Any) -> Any:
-    """An example with two rows where it has one: torch.export takes 1 for a size that is fixed."""
+    """An example with its single row doubled, since torch.export treats a size of 1 as fixed."""
     alone = all(len(t) == 1 for t in tensors(example) if t.ndim)
     return map_tensors(example, lambda t: torch.cat([t, t.roll(1, -1)]) if t.ndim else t) if alone else example
 
 
 def _outputs(output: Any) -> list[tuple[str, Tensor]]:
-    """The tensors of a model's output, by name; caches are left out."""
+    """The tensors of a model's output with their names, without the cache."""
     if not isinstance(output, Mapping | Tensor | tuple | list) and hasattr(output, "__dict__"):
         output = vars(output)
     if isinstance(output, Mapping):
@@ -312,7 +312,7 @@ def _outputs(output: Any) -> list[tuple[str, Tensor]]:
 
 
 def _leaves(value: Any, name: str) -> list[tuple[str, Tensor]]:
-    """Tensors and their names, in the order of `headprune.inputs.tensors`."""
+    """(name, tensor) for all tensors in a value, in the order of `headprune.inputs.tensors`."""
     if isinstance(value, Tensor):
         return [(name, value)]
     if isinstance(value, Mapping):
@@ -329,10 +329,10 @@ def prove(session: Session, graph: Graph, function: FlatModel, rounded: FlatMode
 
     Args:
         function: The model, in float32.
-        rounded: The same, or what rounding to half precision makes of it.
+        rounded: The same, or the model rounded to half precision.
 
     Returns:
-        The facts; differences are shares of an answer's largest value.
+        The facts of the proof; differences are relative to an answer's largest value.
 
     Raises:
         HeadPruneError: They differ.
@@ -357,7 +357,7 @@ def prove(session: Session, graph: Graph, function: FlatModel, rounded: FlatMode
 
 
 def trials(graph: Graph, function: FlatModel) -> Iterator[tuple[list[Tensor], tuple[Tensor, ...]]]:
-    """Inputs of the traced shape, and of others that the model takes, with padding where there are masks; and the model's answers."""
+    """Test inputs of the traced shape and of other shapes that the model accepts, with padding in masks, and the model's answers."""
     seen: list[dict[Any, int]] = []
     for number, plan in enumerate(_SIZES):
         sizes = {}
@@ -367,7 +367,7 @@ def trials(graph: Graph, function: FlatModel) -> Iterator[tuple[list[Tensor], tu
             most = limits.upper if limits is not None and limits.upper.is_Integer else math.inf
             sizes[symbol] = int(min(times * size + plus, most))
         for shift in dict.fromkeys((number, 0)) if sizes not in seen else ():
-            # other content, if the model takes it: some ids have places of their own
+            # rolled content, if the model accepts it: some ids must stay at their positions
             given = zip(function.inputs, graph.example, graph.dims, strict=True)
             inputs = [_pad(name, _resize(name, t, dims, sizes, shift)) for name, t, dims in given]
             try:
@@ -380,7 +380,7 @@ def trials(graph: Graph, function: FlatModel) -> Iterator[tuple[list[Tensor], tu
 
 
 def _resize(name: str, t: Tensor, dims: list[Any], sizes: dict[Any, int], shift: int) -> Tensor:
-    """An input of the traced one's content in other sizes; rolled, if it is content."""
+    """A traced input repeated or cut to other sizes; ids and floats are rolled by ``shift``."""
     for d, size in enumerate(dims):
         new = size if isinstance(size, int) else int(size.subs(sizes))
         t = t.index_select(d, torch.arange(new) % t.shape[d])
@@ -389,7 +389,7 @@ def _resize(name: str, t: Tensor, dims: list[Any], sizes: dict[Any, int], shift:
 
 
 def _pad(name: str, t: Tensor) -> Tensor:
-    """A mask with the end of the first row padded, and the start of the last."""
+    """Pad a mask at the end of its first row and the start of its last; other inputs stay the same."""
     if "mask" not in name or t.ndim != 2 or t.is_floating_point() or t.shape[1] < 3 or bool((t > 1).any()):
         return t
     t, third = torch.ones_like(t), t.shape[1] // 3

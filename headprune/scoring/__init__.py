@@ -52,20 +52,20 @@ def score(
     """Score the importance of every maskable head.
 
     Args:
-        model: Any model with attention; its mode and weights are left as they were.
+        model: Any model with attention; its mode and weights do not change.
         batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``.
         method: ``"gradient"``, ``"ablation"``, ``"random"``, or one registered with `headprune.scoring.method`; settings may
             follow, as in ``"shapley:permutations=64"``.
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``. Not needed for dicts
             with labels: the loss is then the model's own, per example.
-        distil: Measure the divergence from the dense model's answers (KL, nats), not a loss; so also without labels and ``loss_fn``.
+        distil: Use the KL divergence (nats) from the dense model's answers as the loss; needs neither labels nor ``loss_fn``.
         layers: From `headprune.find_attention`, to save the trace.
-        seed: For methods that draw.
+        seed: For methods that draw random numbers.
         settings: Time, memory, and options of single methods (`headprune.scoring.Settings`).
-        work: A folder (or a store) for finished parts: after an interruption, the same call continues there, and returns exactly
-            what it would have returned without. Parts of any other model, data, seed or setting are never used. With a
-            ``loss_fn`` nothing is kept: whether a function computes the same as another process's cannot be known.
-        accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
+        work: A folder (or a store) for finished parts. After an interruption, the same call resumes from them and returns exactly
+            the same scores. Parts of another model, data, seed or setting are never used. With a ``loss_fn`` nothing is kept:
+            headprune cannot know whether two functions compute the same.
+        accelerator: Shares the work among the processes of an `accelerate.Accelerator`.
         progress: Called with (steps done, steps in all, note).
 
     Returns:
@@ -85,7 +85,7 @@ def score(
         with quiet(model), torch.enable_grad():
             examples = losses.prepare(examples)
         maskable = maskable_of(model, layers_for(model, layers, batches=examples))
-        own = identity(model)  # before anything is swapped: parts of the model may have other names then
+        own = identity(model)  # before modules are swapped, which may rename parts of the model
         with quiet(model), torch.enable_grad():
             sized = [(batch, losses.rows.size(batch)) for batch in examples]
             problem = Problem(model, maskable, sized, losses, seed, progress or no_progress, settings, rows=losses.rows)
@@ -107,8 +107,8 @@ def maskable_of(model: nn.Module, layers: Layers) -> list[AttentionLayer]:
 
 
 def _facts(problem: Problem) -> list[Any]:
-    """The facts that a problem's results depend on, beside the method and the model's weights."""
-    settings = replace(problem.settings, max_memory=None)  # how much memory there is changes no number
+    """Everything but the method and the model's weights that a problem's results depend on: the rest of the store's key."""
+    settings = replace(problem.settings, max_memory=None)  # the available memory does not change the results
     dtypes = sorted({str(p.dtype) for p in problem.model.parameters()})
     distils = problem.surrogate is not None
     return [
@@ -118,13 +118,13 @@ def _facts(problem: Problem) -> list[Any]:
 
 
 def _scores(name: str, problem: Problem, own: str, losses: ExampleLoss) -> HeadScores:
-    """A method's scores, for the model with the fingerprint ``own``."""
+    """Run a method and build its `HeadScores`; ``own`` is the model's fingerprint."""
     run, unit = METHODS[name].run, losses.unit(METHODS[name].unit)
     try:
         own_estimate = run(problem)
     except DisagreementError:
         own_estimate = run(replace(problem, replays=False, store=problem.store.keyed("without-replays")))
-    estimate = current().first("estimate", lambda: own_estimate)  # what rank 0 says of memory and time counts
+    estimate = current().first("estimate", lambda: own_estimate)  # ranks differ in memory and time: rank 0's counts
     details = {**estimate.details, "loss": losses.about}
     if problem.settings.normalise:
         unit, estimate = f"{unit}, each layer divided by its L2 norm", _normalised(problem, estimate)

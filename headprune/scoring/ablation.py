@@ -21,10 +21,10 @@ from headprune.scoring.replay import Replay
 from headprune.scoring.sampled import sampled
 from headprune.scoring.statistics import real_queries
 
-_EVEN = 1.15  # times the mean: how much more than others a rank may have to do
+_EVEN = 1.15  # a rank's load may be this many times the mean load
 
 FillsOf = Callable[[int, int, Any], Mapping[str, Fill]]
-"""(number of the first example, examples, batch) to what replaces the heads' output, by layer."""
+"""(number of the first example, examples, batch) -> the replacement for the heads' output, by layer."""
 
 
 @method(
@@ -50,8 +50,8 @@ def ablation(problem: Problem) -> Estimate:
 def mean_ablation(problem: Problem) -> Estimate:
     """The head's output is replaced by its mean over the tokens of all examples, as Wang et al. (2022) do.
 
-    Section 2.1 of "Interpretability in the Wild" (arXiv:2211.00593). What a head adds to all tokens alike, such as a bias,
-    does not count: after pruning, W_O's bias could add it.
+    Section 2.1 of "Interpretability in the Wild" (arXiv:2211.00593). A constant that a head adds to every token, such as a
+    bias, does not count: after pruning, W_O's bias could add it.
     """
 
     def count_and_sum(tokens: Tensor, example: int) -> Tensor:
@@ -71,9 +71,9 @@ def mean_ablation(problem: Problem) -> Estimate:
 def resample_ablation(problem: Problem) -> Estimate:
     """The head's output at each token is replaced by its output at a random token of a random example.
 
-    Resample ablation of Chan et al. (2022), "Causal Scrubbing", at the level of tokens: the new output is as likely as the
-    old one, so the model only sees activations that it knows. One draw for each token, from the seed; the pool has one
-    token of every example.
+    Resample ablation of Chan et al. (2022), "Causal Scrubbing", per token: the replacement comes from the same distribution
+    as the original, so the model only sees activations that occur on the data. The seed gives one draw per token; the pool
+    holds one token of every example.
     """
 
     def one_token(tokens: Tensor, example: int) -> Tensor:
@@ -94,7 +94,7 @@ def _ablated(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> 
     every = torch.split(1 - torch.eye(problem.heads), [layer.num_heads for layer in problem.layers])
 
     def without(i: int, examples: tuple[int, Any, int], some: Sequence[int]) -> Tensor:
-        """The losses without each head of some layers in a row, behind the dense losses: ``[examples, 1 + heads]``."""
+        """The dense losses, then the losses without each head of some consecutive layers: ``[examples, 1 + heads]``."""
         start, batch, size = examples
         done = i * problem.heads + sum(map(len, every[: some[0]]))
         recording = replay.of(batch, size, fills(start, size, batch) if fills else None)
@@ -107,7 +107,7 @@ def _ablated(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> 
 
     costs, layers = [cost_of(batch) for batch, _ in problem.batches], range(len(every))
     parts = [[n] for n in layers] if _uneven(costs, current().size) else [list(layers)]
-    # The model runs again from the layer on, for every head; and once as it is.
+    # Cost: one dense pass, and for every head a pass from its layer on.
     again = [1 + sum(len(every[n]) * (len(every) - n) for n in some) / len(every) for some in parts]
     numbered = enumerate(problem.numbered())
     tasks = {f"{i}-{some[0]}-{len(some)}": partial(without, i, batch, some) for i, batch in numbered for some in parts}
@@ -118,12 +118,12 @@ def _ablated(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> 
 
 
 def _uneven(costs: Sequence[float], size: int) -> bool:
-    """Whether whole batches would leave some of several ranks with little to do, so that layers are shared out as well."""
+    """Whether whole batches would load the ranks unevenly, so that ranks should share out layers as well."""
     loads = [sum(costs[i] for i in own) for own in shares(len(costs), size, costs)]
     return size > 1 and max(loads) > _EVEN * sum(loads) / size
 
 
-# -- the outputs that replace a head's own -----------------------------------------------------------
+# -- replacements for a head's output ----------------------------------------------------------------
 
 
 def _constant(value: Tensor, hidden: Tensor, gates: int) -> Tensor:
@@ -131,15 +131,15 @@ def _constant(value: Tensor, hidden: Tensor, gates: int) -> Tensor:
 
 
 def _resampled(pool: Tensor, seed: int, start: int, size: int, real: Callable[[int], Tensor | None]) -> Fill:
-    """For every token of ``size`` examples, the heads' output at a random token of the pool.
+    """A fill that replaces the heads' output at every token of ``size`` examples by that of a random token of the pool.
 
     Args:
         pool: ``[tokens, features]``.
         start: Number of the first example.
-        real: From the number of tokens to which of them are no padding, ``[examples, 1, tokens]``; None if not known.
+        real: From the number of tokens to a mask of the real (non-padding) ones, ``[examples, 1, tokens]``; None if unknown.
     """
 
-    @cache  # the same draws for an example in whatever batch, with whatever padding
+    @cache  # an example's draws do not depend on its batch or padding
     def drawn(tokens: int) -> Tensor:
         rows = torch.stack([_draws(seed, i, tokens, len(pool)) for i in range(start, start + size)])
         if (mask := real(tokens)) is not None:
@@ -155,7 +155,7 @@ def _resampled(pool: Tensor, seed: int, start: int, size: int, real: Callable[[i
 
 
 def _draws(seed: int, example: int, count: int, below: int) -> Tensor:
-    """``count`` random numbers from 0 to ``below`` - 1, the same for an example of this number."""
+    """``count`` random integers from 0 to ``below`` - 1, fixed by the seed and the example's number."""
     return torch.from_numpy(np.random.default_rng((seed, example)).integers(below, size=count))
 
 
@@ -163,7 +163,7 @@ def _head_outputs(problem: Problem, key: str, summarize: Callable[[Tensor, int],
     """A summary of every example's heads' outputs, by layer: ``{layer_name: [examples, width]}``.
 
     Args:
-        summarize: From the input of W_O at an example's real tokens ``[tokens, features]``, and the number of the example.
+        summarize: Takes W_O's input at an example's real tokens ``[tokens, features]``, and the example's number.
     """
     ones = {layer.name: torch.ones(layer.num_heads) for layer in problem.layers}
 
@@ -171,7 +171,7 @@ def _head_outputs(problem: Problem, key: str, summarize: Callable[[Tensor, int],
         rows: dict[str, Tensor] = {}
 
         def note(layer: AttentionLayer, hidden: Tensor, gates: int) -> Tensor:
-            if layer.name not in rows:  # of a layer that runs several times, the first call
+            if layer.name not in rows:  # if a layer runs several times, only its first call counts
                 each = list(hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double())
                 real = real_queries(problem, layer, batch, len(each[0]))
                 if real is not None:

@@ -1,4 +1,4 @@
-"""Attributions: the loss of a model without any head minus the dense one's, divided up among the heads."""
+"""Attributions: the loss without any heads minus the dense loss, divided among the heads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headprune.scoring.gradient import finite, separate, slopes
 from headprune.scoring.replay import Replay
 
 _PERMUTATIONS = 128
-_PRECISE = 0.05  # of the values' spread: the standard error at which sampling stops
-_BELIEVED = 8  # pairs before a standard error decides anything
+_PRECISE = 0.05  # sampling stops at this standard error, as a share of the values' range
+_BELIEVED = 8  # pairs needed before the standard error may stop the sampling
 _FEWEST, _MOST = 4, 64  # points of integration
 _GAP = 0.01
 
@@ -32,12 +32,12 @@ def shapley(problem: Problem) -> Estimate:
     """Held and Yang (2022): the mean loss that a head's removal adds, over random orders of removing all heads.
 
     "Shapley Head Pruning" (arXiv:2210.05709), sampled as by Castro et al. (2009), in antithetic pairs: an order and
-    its reverse (Mitchell et al. 2022, arXiv:2104.12199). Each pair sees one batch, and all batches take equally many
-    turns, so that the values sum exactly to ``L(no heads) - L`` of all the data (efficiency).
+    its reverse (Mitchell et al. 2022, arXiv:2104.12199). Each pair sees one batch, and every batch gets equally many
+    pairs, so that the values sum exactly to ``L(no heads) - L`` on all the data (efficiency).
 
-    Stops after a turn of all batches once the largest standard error is under 5 % of the values' spread, at the
-    latest after ``settings.permutations`` (128, but never less than one turn). The standard error is that of the mean
-    over pairs: the orders' noise, a little overestimated, since pairs on different batches differ by these, too.
+    After each round over all batches, sampling stops if the largest standard error is under 5 % of the values' range,
+    and in any case after ``settings.permutations`` (by default 128; at least one round). The standard error is that of
+    the mean over pairs. It slightly overestimates the noise of the orders, as pairs also differ by their batches.
     """
     generator = torch.Generator().manual_seed(problem.seed)
     count, replay, note = len(problem.batches), Replay(problem), ""
@@ -69,12 +69,12 @@ def shapley(problem: Problem) -> Estimate:
 
 
 def _pair(replay: Replay, batch: Any, size: int, order: Tensor) -> Tensor:
-    """``[heads + 1]``: the mean loss that each removal adds, in an order and its reverse; in the last place the dense loss.
+    """The mean loss that each head's removal adds, over an order and its reverse, then the dense loss: ``[heads + 1]``.
 
-    Removing in reverse leaves the heads that removing in order has taken: the same rows of gates, with 0 and 1 exchanged.
+    After k removals in order, the removed heads are those that the reverse order still keeps: swap 0 and 1 in the gates.
     """
     heads = len(order)
-    ahead = torch.arange(1, heads)[:, None] <= order.argsort()  # the heads that are left after 1, 2, … removals
+    ahead = torch.arange(1, heads)[:, None] <= order.argsort()  # the heads kept after 1, 2, … removals
     recording = replay.of(batch, size)
     dense = recording.dense.mean().reshape(1)
     gates = torch.cat([ahead, ~ahead, torch.zeros(1, heads, dtype=torch.bool)]).double()
@@ -113,11 +113,11 @@ def integrated_gradients(problem: Problem) -> Estimate:
 
 
 def _integrated(replay: Replay, batch: Any, size: int, steps: int, most: int, errors: Tensor) -> Tensor:
-    """``[size, heads + 3]``: effects, the losses with all heads and with none, the points of integration.
+    """``[size, heads + 3]``: effects, the losses with all heads and without any, the number of integration points.
 
     Args:
-        steps: The points to begin with; they double up to ``most``, until the gap of all batches is small.
-        errors: `_sum_errors` of the batches before.
+        steps: Points to begin with; they double, up to ``most``, until the gap over all batches so far is small.
+        errors: `_sum_errors` of the earlier batches, summed.
     """
     problem = replay.problem
     recording = replay.of(batch, size)
@@ -137,7 +137,7 @@ def _integrated(replay: Replay, batch: Any, size: int, steps: int, most: int, er
 
 
 def _sum_errors(table: Tensor) -> Tensor:
-    """``[2]``: how far the effects are from summing to ``L(no heads) - L``, and its size; absolute values, summed over examples."""
+    """``[2]``: ``|sum of effects - (L(no heads) - L)|`` and ``|L(no heads) - L|``, each summed over examples."""
     effects, added = table[:, :-3], table[:, -2] - table[:, -3]
     return torch.stack([effects.sum(dim=1) - added, added]).abs().sum(dim=1)
 

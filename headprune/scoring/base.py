@@ -1,4 +1,4 @@
-"""Scoring methods: their settings, their input (`Problem`), their output (`Estimate`), and the register of them."""
+"""Scoring methods: their settings, input (`Problem`), output (`Estimate`) and registry."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from headprune.uncertainty import carried_by, spread
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of scoring methods. Each method reads those that concern it; None is the method's own default.
+    """Options of scoring methods. A method ignores those that it does not use; None stands for the method's default.
 
     On the command line they follow the method's name: ``-m ablation:examples=64`` (`method_and_settings`).
 
     Attributes:
-        keep: How many heads are going to stay (a count, or a share such as ``"50%"``): near this cut adaptive methods look closest, and
-            learned gates aim at it.
-        examples: How many examples to ablate exactly, at most; gradients on all examples estimate the rest.
-        seconds: The time to spend, approximately; ``time`` on the command line.
+        keep: How many heads the plan will keep (a count, or a share such as ``"50%"``): adaptive methods spend most of their budget on
+            heads near this cut, and learned gates aim at this number.
+        examples: The most examples to ablate exactly; gradients on all examples estimate the rest.
+        seconds: Approximate time budget; ``time`` on the command line.
         max_memory: Bytes that a method may use beyond the model; by default half of the free memory.
         normalise: Divide each layer's scores by their L2 norm (Michel et al., section 4.1, after Molchanov et al. 2017).
         steps: Training steps of learned gates, or points of integration.
@@ -74,7 +74,7 @@ def method_and_settings(text: str, base: Settings | None = None) -> tuple[str, S
     60.0
 
     Args:
-        base: Settings for what the text leaves out.
+        base: Settings that the text does not mention keep these values.
 
     Raises:
         HeadPruneError: An unknown method, a setting that the method does not read, or a value out of range.
@@ -98,10 +98,10 @@ def method_and_settings(text: str, base: Settings | None = None) -> tuple[str, S
 
 
 def bytes_of(text: str) -> int:
-    """An amount of memory, such as ``"4GB"``, in bytes.
+    """Parse an amount of memory, such as ``"4GB"``, into bytes.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is no amount of memory.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
     size = int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " ")) if match else 0
@@ -136,15 +136,15 @@ class Problem:
         layers: The maskable layers.
         batches: Pairs (batch, examples in it), on the model's device.
         loss: From a batch to the loss of every example in it, ``[batch]``; differentiable under grad mode.
-        seed: For methods that draw.
-        progress: Called as work goes on.
-        settings: What the user asked for.
-        store: Where finished parts of the work are kept, so that an interrupted run can be resumed.
-        surrogate: Losses to differentiate in the place of ``loss``, where those are divergences from the dense model, which
-            have no gradient at the dense model: cross-entropies against labels drawn from it. None elsewhere.
-        replays: Whether losses under gates may be replayed.
-        rows: Which dimension of each tensor counts examples; by default its name decides.
-        checkpoints: Whether backward passes recompute activations, since memory ran out without.
+        seed: For methods that draw random numbers.
+        progress: Called with (steps done, steps in all, note).
+        settings: The user's options.
+        store: Keeps finished parts of the work, so that an interrupted run can resume.
+        surrogate: If ``loss`` is a divergence from the dense model, whose gradient is zero at the dense model: the loss to
+            differentiate instead, a cross-entropy against labels drawn from the dense model. Otherwise None.
+        replays: Whether losses under gates may be replayed (`headprune.scoring.replay`).
+        rows: Finds the batch dimension of each tensor; by default from the tensor's name.
+        checkpoints: Whether to use activation checkpointing, because memory ran out without it.
     """
 
     model: nn.Module
@@ -166,16 +166,16 @@ class Problem:
 
     @property
     def keep(self) -> int | None:
-        """How many heads will be kept, if the settings say so."""
+        """How many heads the plan will keep; None if the settings do not say."""
         return None if self.settings.keep is None else heads_to_keep(self.settings.keep, self.heads)
 
     @property
     def heads(self) -> int:
-        """Heads of all layers; methods give them in the layers' order."""
+        """Number of heads in all layers; methods return values in the layers' order."""
         return sum(layer.num_heads for layer in self.layers)
 
     def losses(self, batch: Any) -> Tensor:
-        """`loss` of a batch, checked.
+        """The losses of a batch, ``[batch]``; checks that they are finite.
 
         Raises:
             HeadPruneError: The model does not run on the batch.
@@ -207,7 +207,7 @@ class Problem:
             start += size
 
     def place(self, batch: Any, row: int | None = None) -> str:
-        """A batch, or one example in it, by the numbers of the examples: for messages."""
+        """Name a batch, or one example in it, by example numbers, for error messages."""
         for start, known, size in self.numbered():
             if known is batch:
                 where = f"example {start + (row or 0)}"
@@ -215,7 +215,7 @@ class Problem:
         return f"example {row} of some" if row is not None else "some examples"
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """``[..., heads]`` as ``{layer_name: [..., num_heads]}``."""
+        """Split ``[..., heads]`` by layer: ``{layer_name: [..., num_heads]}``."""
         parts = torch.split(flat, [layer.num_heads for layer in self.layers], dim=-1)
         return {layer.name: part for layer, part in zip(self.layers, parts, strict=True)}
 
@@ -234,12 +234,12 @@ class Estimate:
     """A method's result.
 
     Attributes:
-        values: ``[heads]``.
-        stderr: ``[heads]``; NaN where there is none, and then ``details["stderr"]`` says why.
-        examples: How many were used.
+        values: Scores, ``[heads]``.
+        stderr: Standard errors, ``[heads]``; NaN where there is none, and then ``details["stderr"]`` says why.
+        examples: Number of examples used.
         details: More for `HeadScores.details`.
-        effects: ``[examples, heads]``, if the values are their mean.
-        matrix: ``[heads, heads]``, for methods that weigh pairs.
+        effects: ``[examples, heads]``, if the values are means of these.
+        matrix: ``[heads, heads]``, for methods that score pairs of heads.
     """
 
     values: Tensor
@@ -267,16 +267,16 @@ class Estimate:
 
     @classmethod
     def without_error(cls, values: Tensor, why: str, examples: int = 0, **details: Any) -> Estimate:
-        """Values without a standard error, and why there is none."""
+        """An estimate without standard errors; ``why`` says why there are none."""
         return cls(values, torch.full_like(values, math.nan), examples, {"stderr": why, **details})
 
 
 def standard_error(effects: Tensor) -> Tensor:
-    """Of the mean over examples, of every head ``[heads]``; NaN for a single example.
+    """Every head's standard error of the mean over examples, ``[heads]``; NaN for a single example.
 
-    A little larger than the usual one: two more examples are counted, one with the largest effect that was seen and one with
-    its opposite (`headprune.uncertainty.spread`), because few examples carry most of an effect. A head that has no effect on
-    these examples may have one on others: its largest effect is taken to be the median of the other heads' largest effects.
+    Slightly larger than the textbook value, because a few examples carry most of an effect: it counts two more examples, one
+    with the largest effect observed and one with its negative (`headprune.uncertainty.spread`). For a head without any effect
+    on these examples, the median of the other heads' largest effects stands in for its largest effect.
 
     Args:
         effects: ``[examples, heads]``, float64.
@@ -290,7 +290,7 @@ def standard_error(effects: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor) -> list[float]:
-    """To six digits, for `Estimate.details`."""
+    """Values rounded to six significant digits, for `Estimate.details`."""
     return [float(f"{v:.6g}") for v in values.tolist()]
 
 
@@ -299,11 +299,11 @@ Run = Callable[[Problem], Estimate]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to score heads.
+    """A registered scoring method.
 
     Attributes:
-        loss: Whether the scores depend on the loss, and so on labels, where there are any.
-        settings: The fields of `Settings` that it reads, beside ``normalise``, which all do.
+        loss: Whether the scores depend on the loss (and so on labels, if the data has any).
+        settings: The fields of `Settings` that the method uses, besides ``normalise``, which all use.
         passes: Forward passes over the examples that it takes, about; a backward pass counts as two.
     """
 
@@ -321,10 +321,10 @@ DEFAULT_METHODS = ("ablation", "gradient")
 
 
 def method_named(name: str) -> Method:
-    """A method of the register.
+    """Look up a scoring method by name.
 
     Raises:
-        HeadPruneError: There is none of that name.
+        HeadPruneError: No method has this name.
     """
     return registered(METHODS, "scoring method", name)
 
@@ -332,7 +332,7 @@ def method_named(name: str) -> Method:
 def method(
     name: str, unit: str, *, loss: bool = True, settings: tuple[str, ...] = (), passes: float = 3.0
 ) -> Callable[[Run], Run]:
-    """Register a scoring method under a name; the first line of its docstring describes it. The rest is as in `Method`."""
+    """Decorator: register a scoring method under a name; its docstring's first line describes it to users. Arguments: see `Method`."""
 
     def register(run: Run) -> Run:
         METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().partition("\n")[0], loss, settings, passes)

@@ -1,11 +1,11 @@
-"""The module calls of one forward: what they return, and which tokens of it the losses read.
+"""The module calls of one forward pass: their order, their outputs, and which output tokens the losses depend on.
 
-A replay runs only what comes after a layer's gate. `observe` notes in which order modules are called, `starts_of` says which of them have
-returned before a gate and how their outputs hold the examples, `keeping` keeps these outputs, and `answering` returns them again.
+A replay runs only the modules after a layer's gate. `observe` records the order of module calls. `starts_of` finds the calls that
+return before a gate, and the batch dimension of their outputs. `keeping` stores these outputs, and `answering` returns them again.
 
-A classifier reads its first or its last token. In its last block, the other tokens are needed as keys and values, but computing W_O and
-the feed-forward layers for them is wasted work. `read_tokens` finds these modules, and `reading` leaves that work out; the other tokens'
-output is NaN, so a loss that reads another token after all is NaN too.
+A classifier reads only the first or the last token. Its last block needs the other tokens as keys and values, but computing W_O and
+the feed-forward layers for them is wasted work. `read_tokens` finds these modules, and `reading` skips that work. It returns NaN for
+the skipped tokens, so a loss that does read one of them becomes NaN.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from headprune.inputs import map_tensors, tensors
 from headprune.running import wrapped
 from headprune.scoring.base import NotFiniteError, Problem
 
-TOKENS = (0, -1)  # that a classifier may read
-_TRIED = 8  # after so many modules in a row whose whole output is read, no others are tried
+TOKENS = (0, -1)  # a classifier may read one of these
+_TRIED = 8  # give up after this many modules in a row that need all tokens
 
 Key = tuple[str, int]
-"""A module, and the number of its call."""
+"""(module name, how many calls of it came before)."""
 Start = dict[Key, "KeptOutput"]
-"""The calls that a replay does not run, and what their outputs look like."""
+"""The calls that a replay skips, and the layout of their outputs."""
 
 
 @dataclass
@@ -41,8 +41,8 @@ class Call:
     """One call of a module.
 
     Attributes:
-        entered, left: When, by the clock of the forward.
-        writes: Whether it writes into its arguments: a replay that skips it would differ.
+        entered, left: Times of entry and return, on a clock that counts events of the forward pass.
+        writes: Whether it modifies its arguments in place; a replay must not skip such a call.
     """
 
     module: str
@@ -55,11 +55,11 @@ class Call:
 
 @dataclass(frozen=True)
 class KeptOutput:
-    """How the output of one call holds the examples.
+    """The batch dimensions of one call's output.
 
     Attributes:
-        dims: For every tensor the dimension that counts examples; None where there is none.
-        bytes_per_row: Of one example.
+        dims: The batch dimension of every tensor; None if it has none.
+        bytes_per_row: Size of the output for one example.
     """
 
     dims: tuple[int | None, ...]
@@ -67,7 +67,7 @@ class KeptOutput:
 
 
 def observe(problem: Problem, batch: Any) -> tuple[list[Call], dict[str, int]]:
-    """The module calls of one dense forward, in the order in which they began, and when each layer's gate came first."""
+    """The module calls of one dense forward pass, by time of entry, and the time at which each layer's gate is first reached."""
     clock, counts = count(1), Counter[str]()
     calls: list[Call] = []
     gates: dict[str, int] = {}
@@ -97,10 +97,10 @@ def observe(problem: Problem, batch: Any) -> tuple[list[Call], dict[str, int]]:
 
 
 def starts_of(gates: Mapping[str, int], two: Sequence[Call], three: Sequence[Call]) -> dict[str, Start]:
-    """For every layer, the outermost calls that have returned before its gate, by forwards of two and of three examples."""
+    """For every layer, the outermost skippable calls that return before its gate; ``two``, ``three``: the calls with 2 and 3 examples."""
     twins = {(call.module, call.number): call for call in three}
     outputs = {(c.module, c.number): _kept_output(c, twins.pop((c.module, c.number), None)) for c in two}
-    # If one output of a module cannot be kept, the module always runs: then the numbers of its calls stay right.
+    # If one output of a module cannot be kept, all its calls run, so that call numbers stay right.
     running = {name for (name, _), output in outputs.items() if output is None} | {name for name, _ in twins}
     starts: dict[str, Start] = {}
     for layer, gate in gates.items():
@@ -109,12 +109,12 @@ def starts_of(gates: Mapping[str, int], two: Sequence[Call], three: Sequence[Cal
             output = outputs[call.module, call.number]
             if until < call.entered and call.left < gate and call.module not in running and output is not None:
                 start[call.module, call.number] = output
-                until = call.left  # the calls inside it are over
+                until = call.left  # skips the calls inside it
     return starts
 
 
 def _kept_output(call: Call, twin: Call | None) -> KeptOutput | None:
-    """How an output depends on the batch size, by calls with 2 and with 3 examples; None if it cannot be kept."""
+    """An output's batch dimensions, from the same call with 2 and with 3 examples; None if it cannot be kept."""
     a, b = (tensors_in(each.output) if each else None for each in (call, twin))
     if a is None or b is None or len(a) != len(b) or call.writes:
         return None
@@ -130,7 +130,7 @@ def _kept_output(call: Call, twin: Call | None) -> KeptOutput | None:
 
 @contextmanager
 def keeping(model: nn.Module, wanted: Start, kept: dict[Key, Any]) -> Iterator[Counter[str]]:
-    """Keep what the wanted calls return; yields how often each of their modules is called."""
+    """Store the outputs of the wanted calls in ``kept``; yields a counter of calls per module."""
     counts: Counter[str] = Counter()
 
     def around(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def keeping(model: nn.Module, wanted: Start, kept: dict[Key, Any]) -> Iterator[C
         counts[name] += 1
         output = original(*args, **kwargs)
         if key in wanted:
-            kept[key] = tree_map_only(Tensor, Tensor.clone, output)  # a copy: what comes later may write into it
+            kept[key] = tree_map_only(Tensor, Tensor.clone, output)  # a copy: later modules may modify it in place
         return output
 
     with wrapped({name: model.get_submodule(name) for name, _ in wanted}, around):
@@ -147,7 +147,7 @@ def keeping(model: nn.Module, wanted: Start, kept: dict[Key, Any]) -> Iterator[C
 
 @contextmanager
 def answering(model: nn.Module, skipped: Start, kept: Mapping[Key, Any], rows: int) -> Iterator[None]:
-    """Let modules return their kept output, repeated for every row of gates, instead of running."""
+    """Make the skipped calls return their kept outputs, repeated for every row of gates, instead of running."""
 
     left = {name: iter(sorted(key for key in skipped if key[0] == name)) for name, _ in skipped}
 
@@ -158,7 +158,7 @@ def answering(model: nn.Module, skipped: Start, kept: Mapping[Key, Any], rows: i
 
         def repeated(t: Tensor) -> Tensor:
             dim = next(dims)
-            # A copy in any case: the next module may write into it.
+            # Always a copy: the next module may modify it in place.
             return t.clone() if dim is None else torch.cat([t] * rows, dim)
 
         return tree_map_only(Tensor, repeated, kept[key])
@@ -168,13 +168,13 @@ def answering(model: nn.Module, skipped: Start, kept: Mapping[Key, Any], rows: i
 
 
 def tensors_in(value: Any) -> list[Tensor] | None:
-    """The tensors of an output; None if it holds something else than tensors and plain values, such as a cache."""
+    """The tensors of an output; None if it holds anything but tensors and plain values, such as a cache."""
     leaves = tree_leaves(value)
     plain = all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in leaves)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)] if plain else None
 
 
-# -- the tokens that are read ------------------------------------------------------------------------
+# -- the token that the losses depend on -------------------------------------------------------------
 
 
 def read_tokens(
@@ -184,20 +184,20 @@ def read_tokens(
     same: Callable[[Tensor, Tensor], bool],
     hooked: Collection[str] = (),
 ) -> dict[str, int]:
-    """The outermost modules of whose output only one token is read, ``{module: token}``; 0 is the first, -1 the last.
+    """The outermost modules that need to compute only one token, ``{module: token}``; 0 is the first token, -1 the last.
 
     Args:
         model: The model.
         calls: Its module calls, each module once.
         losses: Runs the model on some examples.
-        same: Whether losses are equal up to rounding.
+        same: Compares losses, up to rounding.
         hooked: Modules whose hooks must see all tokens.
     """
     expected = losses()
-    calls = sorted(calls, key=lambda call: -call.left)  # the last ones first, and each before the calls inside it
+    calls = sorted(calls, key=lambda call: -call.left)  # last ones first, outer calls before inner ones
 
     def unread(module: str, token: int) -> bool:
-        """Whether a module computes a token from the same token of its inputs, and the losses read no other."""
+        """Whether the module computes this token from the same token of its inputs alone, and the losses depend on no other token."""
         local = True
 
         def around(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ def read_tokens(
                 losses()
             with reading(model, {module: token} if local else {}):
                 return local and same(losses(), expected)
-        except HeadPruneError:  # not finite, or computed for all tokens, such as a router's own loss
+        except HeadPruneError:  # not finite, or a loss over all tokens, such as a router's
             return False
 
     for token in TOKENS:
@@ -219,7 +219,7 @@ def read_tokens(
         failed = 0
         for call, following in zip(calls, [*calls[1:], None], strict=True):
             if cut and call.entered > cut[-1].entered:
-                continue  # inside a module that is cut
+                continue  # inside a module that was found already
             inner = any(name.startswith(f"{call.module}.") for name in hooked)
             if not inner and unread(call.module, token):
                 cut.append(call)
@@ -235,9 +235,9 @@ def read_tokens(
 
 @contextmanager
 def reading(model: nn.Module, tokens: Mapping[str, int]) -> Iterator[None]:
-    """Let modules compute only one token, and return NaN for the others.
+    """Make modules compute only one token, and return NaN for the others.
 
-    Hooks see all tokens, so gates do too.
+    Only ``forward`` is replaced, so hooks (and with them gates) still see all tokens.
     """
 
     def around(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -254,14 +254,14 @@ def reading(model: nn.Module, tokens: Mapping[str, int]) -> Iterator[None]:
 
 
 def _is_local(forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, token: int) -> bool:
-    """Whether a token of an output needs nothing but the same token of the inputs."""
+    """Whether an output token depends only on the same token of the inputs."""
     given = tensors((args, kwargs))
     plain = all(isinstance(v, Tensor | bool | int | float | str | None) for v in (*args, *kwargs.values()))
     if not plain or not given or not isinstance(output, Tensor) or output.ndim < 3 or output.shape[1] < 2:
         return False
     if any(t.shape[:2] != output.shape[:2] or t.ndim < 3 or not t.is_floating_point() for t in (output, *given)):
         return False
-    if output.data_ptr() == given[0].data_ptr():  # the module does nothing that could be saved
+    if output.data_ptr() == given[0].data_ptr():  # the module returns its input: no work to skip
         return False
     at = token % output.shape[1]
 
@@ -284,7 +284,7 @@ def _is_local(forward: Callable[..., Any], args: Any, kwargs: Any, output: Any, 
 
 
 def _shows_nan(model: nn.Module, name: str, losses: Callable[[], Tensor]) -> bool:
-    """Whether NaN in a module's output makes the losses NaN; not so if they count errors, or in some attention kernels."""
+    """Whether NaN in a module's output makes the losses NaN. Error counts and some attention kernels hide NaN."""
 
     def around(name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
         return torch.full_like(forward(*args, **kwargs), math.nan)

@@ -1,4 +1,4 @@
-"""Gradient scores: one forward and backward pass for every head at once."""
+"""Gradient scores: one forward and backward pass scores all heads."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ def signed_gradient(problem: Problem) -> Estimate:
 def fisher(problem: Problem) -> Estimate:
     """Diagonal of the empirical Fisher information of the gates: the mean over examples of ``(dL/dxi)^2``.
 
-    Kwon et al. (2022, arXiv:2204.09656), equation (6) and section 4.1: half of it is the loss that second order expects
-    to be added when the head goes. `HeadScores.matrix` is the whole matrix, ``mean_i g_ih g_ik``, so that pairs of heads that
-    stand in for each other can be weighed (their section 4.2).
+    Kwon et al. (2022, arXiv:2204.09656), equation (6) and section 4.1: half of it is the second-order estimate of the loss
+    that removing the head adds. `HeadScores.matrix` is the whole matrix, ``mean_i g_ih g_ik``, which shows pairs of heads
+    that can replace each other (their section 4.2).
     """
     slopes, losses = gate_gradients(problem)
     return replace(Estimate.mean_of(slopes**2, losses), matrix=slopes.T @ slopes / len(slopes))
 
 
 def gate_gradients(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Every example's slope for every head, with all gates at 1, and every example's loss.
+    """The gradient of every example's loss by every head's gate, with all gates at 1, and every example's loss.
 
     Returns:
-        ``dL_i/dxi_h`` ``[examples, heads]``, signed, and ``L_i`` ``[examples]``; L is `Problem.surrogate` if there is one.
+        ``dL_i/dxi_h`` ``[examples, heads]``, signed, and ``L_i`` ``[examples]``; L is `Problem.surrogate` if it is set.
     """
     if problem.surrogate is not None:
         problem = replace(problem, loss=problem.surrogate)
@@ -83,7 +83,7 @@ def gate_gradients(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Tensor:
-    """``dL_i/dxi_h`` of one batch from `separate`, all gates having the value ``at``; the losses in the last column.
+    """Gate gradients ``dL_i/dxi_h`` of one batch from `separate`, with all gates at ``at``; the losses in the last column.
 
     Returns:
         ``[size, heads + 1]``, float64, on the CPU.
@@ -95,10 +95,10 @@ def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Tensor:
 
 
 def finite(effects: Tensor) -> Tensor:
-    """``effects`` ``[examples, heads]``, checked.
+    """Return ``effects`` ``[examples, heads]`` if all are finite.
 
     Raises:
-        HeadPruneError: Some are not finite.
+        HeadPruneError: An effect is not finite.
     """
     if len(wrong := (~effects.isfinite()).any(dim=1).nonzero()):
         message = f"The gradient of example {int(wrong[0])} is not finite."
@@ -107,7 +107,7 @@ def finite(effects: Tensor) -> Tensor:
 
 
 def whole_or_singly(problem: Problem, measure: Callable[[Any, int], Tensor], batch: Any, size: int) -> Tensor:
-    """``measure(batch, size)``; that of each example separately, if W_O's rows are not one example's each."""
+    """``measure(batch, size)``; or on each example separately, if W_O's input rows do not split by example."""
     try:
         return measure(batch, size)
     except RowsError:
@@ -117,7 +117,7 @@ def whole_or_singly(problem: Problem, measure: Callable[[Any, int], Tensor], bat
 
 
 def _slopes_in_parts(problem: Problem, batch: Any, size: int) -> Tensor:
-    """`slopes` of a batch, which is halved where memory runs out."""
+    """`slopes` of a batch; halves the batch when memory runs out."""
     tables = []
     for part in halving(range(size), size):
         with part as rows:
@@ -127,13 +127,13 @@ def _slopes_in_parts(problem: Problem, batch: Any, size: int) -> Tensor:
 
 
 def _gates(problem: Problem, size: int, at: float = 1.0) -> dict[str, Tensor]:
-    """Gates ``[size, num_heads]`` of every layer, all with one value, on the model's device: slopes are copied from there at once."""
+    """Gates ``[size, num_heads]`` of every layer, all at one value; on the model's device, so that one copy fetches all gradients."""
     one = doubled(torch.ones((), device=model_device(problem.model)))
     return {layer.name: one.new_full((size, layer.num_heads), at, requires_grad=True) for layer in problem.layers}
 
 
 def _gate_slopes(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False) -> Tensor:
-    """The derivative of a loss with respect to every gate, ``[batch, heads]``."""
+    """The gradient of a loss with respect to every gate, ``[batch, heads]``."""
     if not loss.requires_grad:
         message = "The loss does not depend on any head by what can be differentiated."
         raise HeadPruneError(message, "Score by ablation.")
@@ -145,35 +145,35 @@ def _gate_slopes(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False)
 
 @contextmanager
 def _differentiable(problem: Problem, gates: dict[str, Tensor]) -> Iterator[None]:
-    """The model under gates, with activation checkpointing where it applies."""
+    """Put gates on the model, with activation checkpointing if the problem asks for it."""
     with gated(problem.model, problem.layers, gates), checkpointed(problem.model, problem.checkpoints):
         yield
 
 
-# -- batches in which every example can have gates of its own ------------------------------------------
+# -- batches whose examples have gates of their own ----------------------------------------------------
 
 
 def separate(problem: Problem) -> Batches:
-    """The problem's batches; every example as a batch of its own, where examples of one batch cannot have gates of their own."""
+    """The problem's batches; split into single examples if examples of one batch cannot have gates of their own."""
     return problem.batches if independent(problem) else in_singles(problem)
 
 
 def in_singles(problem: Problem) -> list[tuple[Any, int]]:
-    """Every example as a batch of its own."""
+    """The problem's batches, split into batches of one example."""
     return [(row, 1) for batch, _ in problem.batches for row in problem.rows.singles(batch)]
 
 
 def independent(problem: Problem) -> bool:
-    """Whether each example's loss depends on its own gates alone, tried on a few examples.
+    """Whether each example's loss depends only on its own gates, tested on a few examples.
 
-    Not so behind a module that puts tokens before the batch.
+    It does not, for instance, behind a module that moves tokens in front of the batch dimension.
     """
 
     def rank(pair: tuple[Any, int]) -> tuple[int, int]:
         lengths = problem.rows.lengths(pair[0])
         return int(lengths.max() - lengths.min()), pair[1]
 
-    # Where a model cuts padding out, rows are only uneven among examples of different length.
+    # A model that removes padding has uneven rows only if examples differ in length.
     batch, size = max(problem.batches, key=rank)
     if size == 1:
         return True
@@ -194,7 +194,7 @@ def independent(problem: Problem) -> bool:
 
 
 def gate_shapes(problem: Problem, batch: Any) -> list[torch.Size]:
-    """The shapes of the tensors that reach the gates in a dense pass, in their order."""
+    """The shapes of the tensors that reach the gates in a dense pass, in order."""
     shapes: list[torch.Size] = []
 
     def note(hidden: Tensor, gates: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Learned scores: gates trained on frozen weights until they say which heads to keep."""
+"""Learned scores: gates trained on frozen weights to select the heads to keep."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from headprune.scoring.gradient import separate
 
 _STEPS, _EPOCHS = 200, 2  # the larger of the two
 _NO_ERROR = "none from one training run of the gates"
-_PART = 25  # steps between states that are stored
-_RATE, _MEAN, _SQUARE = 0.1, 0.9, 0.98  # Adam's, with one second moment for all heads
-_FASTEST = 1.0  # change of a parameter in a step
+_PART = 25  # steps between stored states
+_RATE, _MEAN, _SQUARE = 0.1, 0.9, 0.98  # Adam's learning rate and betas; all heads share one second moment
+_FASTEST = 1.0  # the largest change of a parameter in a step
 
-_LOW, _HIGH, _TEMPERATURE = -0.1, 1.1, 2 / 3  # the hard concrete distribution
-_OPEN = 3.5  # log-odds to begin with
+_LOW, _HIGH, _TEMPERATURE = -0.1, 1.1, 2 / 3  # of the hard concrete distribution
+_OPEN = 3.5  # initial log-odds
 
-_HOT, _COLD = 1.0, 0.1  # temperatures of the relaxed draw
+_HOT, _COLD = 1.0, 0.1  # first and last temperature of the relaxed draw
 
 Draw = Callable[[Tensor, int, torch.Generator, float], Tensor]
 Penalty = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -37,11 +37,11 @@ def l0(problem: Problem) -> Estimate:
 
     "Analyzing Multi-Head Self-Attention" (ACL 2019, arXiv:1905.09418): hard concrete gates (Louizos et al. 2018,
     arXiv:1712.01312, equations 10 to 12), drawn for each example, minimise ``L + price * C`` where
-    ``C = sum_h P(gate_h > 0)`` is the expected number of open heads. The model's weights stay as they are.
+    ``C = sum_h P(gate_h > 0)`` is the expected number of open heads. The model's weights do not change.
 
-    The price is ``settings.sparsity`` if that is given without ``settings.keep``. Otherwise it is the Lagrange
-    multiplier of a target for C that falls to ``keep`` (half of the heads by default) in the first half of the steps:
-    the price at which a step leads there, to first order. ``details["open"]`` is C in the end.
+    The price is ``settings.sparsity`` if that is given without ``settings.keep``. Otherwise C has a target, which falls
+    to ``keep`` (half of the heads by default) in the first half of the steps, and the price is its Lagrange multiplier:
+    to first order, the price at which a step reaches the target. ``details["open"]`` is the final C.
     """
     heads, keep = problem.heads, _keep(problem)
     fixed = problem.settings.sparsity if problem.keep is None else None
@@ -49,7 +49,7 @@ def l0(problem: Problem) -> Estimate:
 
     def draw(odds: Tensor, size: int, generator: torch.Generator, done: float) -> Tensor:
         noise = torch.rand(size, heads, generator=generator, dtype=torch.float64).logit(1e-6)
-        alpha = odds + _TEMPERATURE * math.log(-_LOW / _HIGH)  # logarithmic; equation 12, solved for it
+        alpha = odds + _TEMPERATURE * math.log(-_LOW / _HIGH)  # log alpha, from equation 12
         return (((noise + alpha) / _TEMPERATURE).sigmoid() * (_HIGH - _LOW) + _LOW).clamp(0, 1)
 
     def penalty(odds: Tensor, slope: Tensor, speed: Tensor, done: float) -> Tensor:
@@ -70,8 +70,8 @@ def dsp(problem: Problem) -> Estimate:
 
     "Differentiable Subset Pruning of Transformer Heads" (TACL 2021, arXiv:2108.04657), K being ``settings.keep`` or
     half of the heads: the K largest of ``weight + Gumbel noise`` stay, and the gradient is that of the relaxed draw
-    (Xie and Ermon 2019, arXiv:1901.10517), whose temperature falls from 1 to 0.1. Straight through: the model only
-    ever runs with K whole heads, drawn for each example. The model's weights stay as they are.
+    (Xie and Ermon 2019, arXiv:1901.10517), whose temperature falls from 1 to 0.1. A straight-through estimator: the
+    model always runs with exactly K heads, drawn for each example. The model's weights do not change.
     """
     heads, keep = problem.heads, _keep(problem)
 
@@ -85,12 +85,12 @@ def dsp(problem: Problem) -> Estimate:
 
 
 def _keep(problem: Problem) -> int:
-    """How many heads to aim at: half of them by default."""
+    """The target number of heads: by default half of them."""
     return max(1, problem.heads // 2) if problem.keep is None else problem.keep
 
 
 def _relaxed(keys: Tensor, keep: int, temperature: float) -> Tensor:
-    """A softened 0/1 vector of the ``keep`` largest keys: ``keep`` softmaxes, each without what the earlier ones chose."""
+    """A relaxed 0/1 vector of the ``keep`` largest keys: the sum of ``keep`` softmaxes, each excluding the earlier ones' choices."""
     total = torch.zeros_like(keys)
     for _ in range(keep):
         taken = (keys / temperature).softmax(dim=-1)
@@ -99,16 +99,16 @@ def _relaxed(keys: Tensor, keep: int, temperature: float) -> Tensor:
 
 
 def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penalty) -> tuple[Tensor, int]:
-    """Adam on one parameter per head, with one step size for all heads: a head moves as far as it matters.
+    """Train one parameter per head by Adam, with one step size for all heads, so that important heads move further.
 
     Args:
-        problem: Its losses are minimised.
+        problem: Gives the losses to minimise.
         name: Prefix of the keys in the store.
         start: The first value of all parameters.
-        draw: (parameters, size, generator, share of steps done) to gates ``[size, heads]``. The generator only depends on
+        draw: (parameters, size, generator, share of steps done) -> gates ``[size, heads]``. The generator depends only on
             the seed and the step, so a resumed training gives exactly the same result.
-        penalty: (parameters, gradient of the loss, step size, share of steps done) to what is added to that gradient: the
-            parameters then move by ``-speed * (slope + penalty)``.
+        penalty: (parameters, gradient of the loss, step size, share of steps done) -> the penalty's gradient: the
+            parameters move by ``-speed * (slope + penalty)``.
 
     Returns:
         Parameters ``[heads]``, and the number of steps.
@@ -120,7 +120,7 @@ def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penal
         steps = problem.settings.steps or max(_STEPS, _EPOCHS * len(batches))
 
         def gradient(parameters: Tensor, step: int) -> Tensor:
-            """Of the data's mean loss, as one batch shows it."""
+            """The gradient of the mean loss over the data, estimated from one batch."""
             batch, size = batches[step % len(batches)]
             generator = torch.Generator().manual_seed((problem.seed * 2**24 + step) % 2**63)
             parameters = parameters.clone().requires_grad_()
@@ -140,7 +140,7 @@ def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penal
                 slope = gradient(parameters, step)
                 mean = mean.lerp(slope, 1 - _MEAN)
                 square = square.lerp((slope**2).mean(), 1 - _SQUARE)
-                slope = mean / (1 - _MEAN ** (step + 1))  # both begin at 0
+                slope = mean / (1 - _MEAN ** (step + 1))  # bias correction: both start at 0
                 speed = _RATE / ((square / (1 - _SQUARE ** (step + 1))).sqrt() + 1e-12)
                 move = speed * (slope + penalty(parameters, slope, speed, step / steps))
                 parameters = parameters - move.clamp(-_FASTEST, _FASTEST)
@@ -148,7 +148,7 @@ def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penal
             return torch.stack([parameters, mean, square])
 
         for first in range(0, steps, _PART):
-            # A step needs the one before: of several ranks one trains, and the others wait.
+            # Steps are sequential: one rank trains, and the others wait.
             train = partial(current().first, f"training {name}", partial(part, state, first))
             state = problem.store.get(f"{name}-{first}", train)
     return state[0], steps

@@ -1,14 +1,14 @@
-"""Losses under many gates at once, recomputed only from the first gate on.
+"""Losses under many gates at once; the forward pass is replayed only from the first gate on.
 
-A gate of layer l changes nothing that is computed before it. So the outputs of all modules are kept from a dense pass, and a
-replay uses them again: each module that had finished before the first gate is not run, but returns its kept output. All
-heads of a layer start from the same state, so they run as one batch: row ``k * batch + i`` is example ``i`` under gates ``k``.
+A gate in layer l changes nothing that is computed before it. So a dense pass keeps the outputs of modules, and a replay
+reuses them: a module that returns before the first gate does not run again, but returns its kept output. All heads of a
+layer start from the same state, so they run as one batch: row ``k * batch + i`` is example ``i`` under gate vector ``k``.
 
-Nothing here depends on the architecture: one run shows which modules have finished, a second run with another batch size
-shows which dimension of an output is the batch. And everything is checked: a layer whose replay does not give the plain
-forward's losses on two examples is computed by plain forwards, and `Replay.notes` says so. On the first batch, one gate
-vector for each of several layers is computed both ways; on every other batch, one for another layer each time. If they ever
-differ, `DisagreementError` makes `headprune.score` start again with plain forwards only.
+This works for any architecture: one run shows which modules return before a gate, and a second run with another batch size
+shows the batch dimension of each output. Replays are checked: if a layer's replay does not give a plain forward pass's
+losses on two examples, plain forward passes compute that layer, and `Replay.notes` says so. On the first batch, one gate
+vector for each of several layers is computed both ways; on every later batch, one gate vector for one layer, in turn. If
+they differ, `DisagreementError` makes `headprune.score` start again with plain forward passes only.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from headprune.scoring.base import NotFiniteError, Problem
 from headprune.scoring.calls import Call, Start
 from headprune.scoring.gradient import gate_shapes
 
-_TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward
-_TRIED_LAYERS = 8  # of the first batch, evenly spread
-# Rows times tokens past which a larger batch only leaves a CPU's cache; a GPU takes what fits.
+_TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward pass
+_TRIED_LAYERS = 8  # layers compared on the first batch, evenly spread
+# Rows times tokens beyond which a larger batch no longer fits a CPU's cache; on a GPU only memory limits it.
 _CPU_TOKENS = 2048
 
 
 class DisagreementError(Exception):
-    """A replay did not give a plain forward's losses on a batch of the data."""
+    """A replay and a plain forward pass gave different losses on a batch of the data."""
 
 
 class Replay:
     """The losses of a problem's batches under gates.
 
     Attributes:
-        notes: For a report: which layers are computed by plain forwards, and why.
-        budget: Bytes that kept outputs and stacks may take.
+        notes: For a report: which layers are computed by plain forward passes, and why.
+        budget: Bytes that kept outputs and stacked batches may use.
         stacks: Whether several rows of gates can run as one batch.
-        starts: For every layer that can be replayed, the calls that are skipped; in the order in which the gates come.
-        counts: How often each module is called.
-        bytes_per_row: One example's part of the largest output.
-        recordings: The batches so far.
-        tokens: Modules of whose output only one token is read.
+        starts: For every layer that can be replayed, the calls to skip; in the order of the gates.
+        counts: Number of calls of each module in a forward pass.
+        bytes_per_row: Size of one example's part of the largest output.
+        recordings: Number of batches recorded so far.
+        tokens: Modules that need to compute only one token (`calls.read_tokens`).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -74,15 +74,15 @@ class Replay:
         return self.notes or "every layer"
 
     def of(self, batch: Any, size: int, fill: Mapping[str, Fill] | None = None) -> Recording:
-        """Run the dense model on ``batch``, and keep the outputs that gates will not change.
+        """Run the dense model on ``batch``, and keep the outputs that gates do not change.
 
         Args:
-            batch: From the problem, or some rows of one.
-            size: Its examples.
-            fill: What replaces the heads' output, for `gated`; its rows are (gates * examples).
+            batch: One of the problem's batches, or some of its rows.
+            size: Number of examples in it.
+            fill: Replacements for the heads' output, as in `gated`; their rows are (gates * examples).
         """
         names = list(self.starts)
-        # On the first batch many layers are compared with a plain forward, on each of the others one layer.
+        # The first batch compares several layers with a plain forward pass, each later batch one layer.
         many = names[:: max(1, len(names) // _TRIED_LAYERS)]
         doubtful = {names[self.recordings % len(names)]} if names and self.recordings else set(many)
         self.recordings += 1
@@ -90,7 +90,7 @@ class Replay:
 
     @torch.no_grad()
     def _study(self) -> None:
-        """Find out which layers can be replayed, by trying."""
+        """Test which layers can be replayed; sets the attributes and notes."""
         batch, size = max(self.problem.batches, key=lambda pair: pair[1])
         rows, take = min(size, _TRIED_ROWS), self.problem.rows.take
         few = take(batch, range(rows))
@@ -122,11 +122,11 @@ class Replay:
         first = list(self.starts)[-2:][0]
         few.starts = self.starts
         few.record(first)
-        running: list[Call] = []  # the calls of a replay, of modules that are called once: others only differ by number
+        running: list[Call] = []  # the calls that a replay runs, of modules that are called once
         until = 0
         for call in two:
             if call.entered < until:
-                continue  # inside a call that is left out
+                continue  # inside a call that is excluded
             if (call.module, call.number) in self.starts[first] or self.counts[call.module] > 1:
                 until = call.left
             else:
@@ -136,7 +136,7 @@ class Replay:
         return calls.read_tokens(model, running, lambda: few.run({}, first, 1)[0], same, hooked)
 
     def _agrees(self, name: str, start: Start, few: Recording) -> bool:
-        """Whether a replay from ``start`` gives a plain forward's losses, for two of the layer's heads."""
+        """Whether a replay from ``start`` gives the losses of plain forward passes, for two of the layer's heads."""
         heads = next(layer.num_heads for layer in self.problem.layers if layer.name == name)
         gates = torch.ones(2, heads)
         gates[0, -1] = gates[1, heads // 2] = 0.0
@@ -146,24 +146,24 @@ class Replay:
                 few.record(name)
             replayed = few.stacked({name: gates}, name)
             plain = torch.stack([few.plain({name: gate}) for gate in gates])
-        except Exception:  # if the model itself is at fault, a plain forward fails too, and names the error
+        except Exception:  # if the model is at fault, a plain forward pass fails later, with its error
             return False
         return _close(self.problem.model, replayed, plain, few.dense)
 
 
 class Recording:
-    """One batch's dense pass.
+    """One batch's dense pass, with the module outputs that replays reuse.
 
     Args:
-        replay: What is known of the model.
-        batch, size: The batch, and its examples.
+        replay: The `Replay` of the model.
+        batch, size: The batch, and its number of examples.
         starts: As `Replay.starts`.
-        doubtful: Layers whose first replay is compared with a plain forward.
+        doubtful: Layers whose first replay is compared with a plain forward pass.
         fill: As in `Replay.of`.
 
     Attributes:
         dense: The dense losses, ``[examples]``, float64.
-        window: Layers whose replays can use the outputs that are kept now.
+        window: Layers that can be replayed from the outputs kept at present.
     """
 
     @torch.no_grad()
@@ -194,7 +194,7 @@ class Recording:
             with part as index:
                 try:
                     stacks.append(self.stacked({k: g[list(index)] for k, g in by_layer.items()}, first))
-                except RowsError:  # the rows of this batch are not the examples', unlike those that were tried
+                except RowsError:  # this batch's rows do not split by example, unlike those of the tested batch
                     raise DisagreementError from None
         losses = torch.cat(stacks)
         if first in self.doubtful:
@@ -206,20 +206,20 @@ class Recording:
         return losses
 
     def _rows_at_once(self) -> int:
-        """How many rows of gates fit in memory, and gain by being stacked."""
-        # Room for the largest output and for what is computed from it: logits are cast, and their logarithms taken.
+        """How many rows of gates to stack: as many as fit in memory and run faster together."""
+        # Room for the largest output and its copies: logits are cast, and their log-softmax is taken.
         limit = self.replay.budget // max(1, 4 * self.replay.bytes_per_row * self.size)
         if model_device(self.problem.model).type == "cpu":
             limit = min(limit, _CPU_TOKENS // max(1, self.size * _tokens(self.batch)))
         return max(1, limit)
 
     def plain(self, gates: Mapping[str, Tensor]) -> Tensor:
-        """Losses ``[examples]`` under gates ``{layer: [heads]}``, by a whole forward."""
+        """Losses ``[examples]`` under gates ``{layer: [heads]}``, by a plain forward pass."""
         with gated(self.problem.model, self.problem.layers, gates, self.fill):
             return self.problem.losses(self.batch).cpu().double()
 
     def stacked(self, gates: Mapping[str, Tensor], first: str) -> Tensor:
-        """Losses ``[rows, examples]`` under gates ``{layer: [rows, heads]}``, from layer ``first`` on."""
+        """Losses ``[rows, examples]`` under gates ``{layer: [rows, heads]}``, replayed from layer ``first`` on."""
         rows = len(next(iter(gates.values())))
         if self.replay.tokens:
             try:
@@ -227,24 +227,24 @@ class Recording:
                     losses = self.run(gates, first, rows)
                 if bool(losses.isfinite().all()):
                     return losses
-            except NotFiniteError:  # the model's own loss, or a token is read after all
+            except NotFiniteError:  # from the model itself, or the loss does read another token
                 pass
             self.replay.tokens = {}
         return self.run(gates, first, rows)
 
     def run(self, gates: Mapping[str, Tensor], first: str, rows: int) -> Tensor:
-        """As `stacked`, with all tokens of all modules."""
+        """As `stacked`, without `calls.reading`: modules compute all tokens."""
         each = {k: g.repeat_interleave(self.size, 0) for k, g in gates.items()}
         batch = self.problem.rows.take(self.batch, list(range(self.size)) * rows)
         model, layers = self.problem.model, self.problem.layers
         try:
             with gated(model, layers, each, self.fill), calls.answering(model, self.starts[first], self._kept, rows):
                 return self.problem.losses(batch).cpu().double().view(rows, self.size)
-        except NotFiniteError as error:  # it names a row of the stack, not of the batch
+        except NotFiniteError as error:  # its row is one of the stack, not of the batch
             raise NotFiniteError(self.problem, self.batch, error.row % self.size, error.value) from None
 
     def record(self, first: str) -> Tensor:
-        """The dense losses; keeps the outputs that replays from layer ``first`` and later ones need, as far as memory allows."""
+        """Run the dense pass and return its losses; keep the outputs for replays from ``first`` and, as memory allows, later layers."""
         self._kept.clear()
         self.window.clear()
         wanted: Start = {}
@@ -258,20 +258,20 @@ class Recording:
             self.window.add(name)
         with calls.keeping(self.problem.model, wanted, self._kept) as counts:
             dense = self.problem.losses(self.batch).cpu().double()
-        # Not stacked, if this batch takes another way through the model than the one that was tried.
+        # Do not stack if this batch takes another path through the model than the tested one.
         self._stacks &= all(count == self.replay.counts.get(name) for name, count in counts.items())
         return dense
 
 
 def _free_memory(model: nn.Module) -> int:
-    """Bytes, of which other ranks on this machine want as much; a GPU is each one's own."""
+    """Free memory for this rank, in bytes: ranks on one machine share its RAM, but each has its own GPU."""
     device, ranks = model_device(model), current()
     return ranks.first("memory", lambda: free_memory(device) // (1 if device.type == "cuda" else ranks.local_size))
 
 
 def _close(model: nn.Module, replayed: Tensor, plain: Tensor, dense: Tensor | None = None) -> bool:
-    """Whether losses are the same up to rounding, and up to a small part of what gates change in the dense ones, if they change anything."""
-    # However small a loss or a divergence is, it is a difference of logarithms that are about as large as logits.
+    """Whether losses are equal up to rounding, or up to a small part of the change that the gates cause in the dense losses."""
+    # Even a small loss or divergence is a difference of logarithms about as large as logits.
     scale = plain.abs().max().clamp(min=0.1)
     limits = {torch.bfloat16: (4e-3, 2e-2), torch.float16: (5e-4, 3e-3)}
     rounding, most = max((limits.get(p.dtype, (5e-6, 1e-5)) for p in model.parameters()), default=(5e-6, 1e-5))
@@ -280,6 +280,6 @@ def _close(model: nn.Module, replayed: Tensor, plain: Tensor, dense: Tensor | No
 
 
 def _tokens(batch: Any) -> int:
-    """Tokens of an example: of a text exactly, of anything else a guess."""
+    """Tokens per example: exact for text, a guess for other inputs."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else 16

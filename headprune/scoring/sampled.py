@@ -1,14 +1,14 @@
-"""Ablation from few examples: gradients on all of them say what to expect, and where to look.
+"""Ablation on a sample of examples: gradients on all examples predict the effects and guide the sampling.
 
 For example i and head h let ``a`` be the effect of removing the head (the loss without it minus the dense loss) and
-``g = -dL/dxi`` what the gradient expects it to be. With ``g`` known for all N examples and ``a`` for those in a
-sample S, in which example i is with probability ``pi_i``, the difference estimator (Särndal, Swensson and Wretman
-1992, "Model Assisted Survey Sampling", section 6.3)
+``g = -dL/dxi`` its prediction by the gradient. With ``g`` known for all N examples and ``a`` for those in a sample S,
+which contains example i with probability ``pi_i``, the difference estimator (Särndal, Swensson and Wretman 1992,
+"Model Assisted Survey Sampling", section 6.3)
 
     score_h = mean_i(g_ih) + 1/N sum over i in S of (a_ih - g_ih) / pi_i
 
-is unbiased for the full-data mean of ``a``, whatever the gradient is worth. Few examples carry nearly all of the effect, so ``pi_i`` is
-proportional to the size of the example's gradient (with a floor). Poisson sampling with permanent random numbers
+is unbiased for the full-data mean of ``a``, however poor the prediction. A few examples carry nearly all of the effect, so
+``pi_i`` is proportional to the norm of the example's gradient (plus a floor). Poisson sampling with permanent random numbers
 (Brewer, Early and Joyce 1972) makes a larger sample contain the smaller one; its variance has an unbiased estimate.
 """
 
@@ -30,20 +30,20 @@ from headprune.scoring.base import Estimate, Problem, rounded
 from headprune.scoring.gradient import gate_gradients
 from headprune.scoring.replay import Replay
 
-_FLOOR = 0.2  # of the mean gradient: examples with hardly any gradient must be looked at, too
-_FIRST = 0.6  # of the budget for all heads alike; the rest for those whose interval straddles the cut
+_FLOOR = 0.2  # of the mean gradient norm: examples with hardly any gradient are sampled, too
+_FIRST = 0.6  # of the budget for all heads alike; the rest for heads whose interval contains the cut
 _ROUNDS = 4
-_PROBE = 0.02  # of the examples, to see how long ablation takes
+_PROBE = 0.02  # of the examples, to time ablation
 
 
 @dataclass(frozen=True)
 class AblationSample:
-    """The examples that every head was ablated on, and the effects.
+    """Each head's sample of examples, and its ablation effects on them.
 
     Attributes:
         expected: g, ``[examples, heads]``.
         effects: a, ``[examples, heads]``; NaN where it has not been computed.
-        weight: ``[examples]``; the probabilities of inclusion are proportional to it.
+        weight: ``[examples]``; inclusion probabilities are proportional to it.
         uniforms: ``[examples]``, each example's permanent random number.
         sizes: ``[heads]``, expected number of examples in each head's sample.
     """
@@ -55,12 +55,12 @@ class AblationSample:
     sizes: Tensor
 
     def inclusion(self) -> Tensor:
-        """``pi``, ``[examples, heads]``."""
+        """The inclusion probabilities ``pi``, ``[examples, heads]``."""
         levels = {size: inclusion(self.weight, size) for size in set(self.sizes.tolist())}
         return torch.stack([levels[size] for size in self.sizes.tolist()], dim=1)
 
     def each(self) -> Tensor:
-        """``[examples, heads]``, of which the scores are the mean over examples."""
+        """``[examples, heads]``; the scores are the mean of this over examples."""
         return self.expected + (self.effects - self.expected).nan_to_num() / self.inclusion()
 
 
@@ -68,12 +68,12 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     """Zero ablation of ``settings.examples`` examples per head (on average), or for ``settings.seconds``."""
     began = time.monotonic()
     slopes, losses = gate_gradients(replace(problem, progress=no_progress))
-    # A divergence from the dense model grows with the square.
+    # A divergence from the dense model has no first order: predict by its second.
     expected = -slopes if problem.surrogate is None else slopes**2 / 2
     n, heads = expected.shape
     sample = _empty(expected, problem.seed)
     budget = _budget(problem, replay, sample, began) * heads
-    cut = problem.keep if (problem.keep or 0) < heads else None  # all: there is no cut
+    cut = problem.keep if (problem.keep or 0) < heads else None  # no cut if all heads are kept
     share = 1.0 if cut is None else _FIRST
     sample = _grown(problem, replay, sample, torch.full_like(sample.sizes, share * budget / heads), 1)
     for number in range(2, _ROUNDS + 2):
@@ -88,7 +88,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
 
 
 def _estimate(problem: Problem, sample: AblationSample, details: dict[str, Any]) -> Estimate:
-    """The scores, with standard errors of the sampling and of the examples together."""
+    """The scores; their standard errors cover the sampling and the choice of examples."""
     n, pi, effects = len(sample.weight), sample.inclusion(), sample.effects.nan_to_num()
     values, variance = scores_and_variance(sample)
     squares = (effects**2 / pi).sum(0)
@@ -103,7 +103,7 @@ def _estimate(problem: Problem, sample: AblationSample, details: dict[str, Any])
     if (seconds := problem.settings.seconds) is not None:
         more = f", as many as fitted into {seconds:g} s here: on another machine, or a busier one, others"
         details["estimated"] += more
-    # The examples' own share, two more of them counted: see `headprune.uncertainty`.
+    # The variance over examples, with two more counted: see `headprune.uncertainty`.
     own = (squares - n * values**2).clamp(min=0) + 2 * effects.abs().amax(0) ** 2
     stderr = (variance + own / n**2).sqrt()
     if n == 1:
@@ -112,15 +112,15 @@ def _estimate(problem: Problem, sample: AblationSample, details: dict[str, Any])
 
 
 def scores_and_variance(sample: AblationSample) -> tuple[Tensor, Tensor]:
-    """Every head's score, and the variance of its difference from what all examples would give, ``[heads]`` each.
+    """Every head's score and its sampling variance, ``[heads]`` each.
 
-    The unbiased estimate of the variance is too small for a head whose rare large effects are not in the sample. So its
-    variance is at least what the heads have on average, for the size of its gradients.
+    The unbiased variance estimate is too small for a head whose rare large effects are not in the sample. So a head's
+    variance is at least the heads' pooled variance, scaled by the size of its gradients.
     """
     n, pi = len(sample.weight), sample.inclusion()
     residual = (sample.effects - sample.expected).nan_to_num()
     own = ((1 - pi) * (residual / pi) ** 2).sum(0) / n**2
-    # The variance that a sample of this size would have if the residuals were as large as the gradients.
+    # The sampling variance if the residuals were as large as the gradients.
     scale = ((1 - pi) / pi * sample.expected**2).sum(0) / n**2
     pooled = scale * own.sum() / scale.sum().clamp(min=1e-300)
     return sample.each().mean(0), torch.maximum(own, pooled)
@@ -140,7 +140,7 @@ def inclusion(weight: Tensor, size: float) -> Tensor:
 
 
 def _empty(expected: Tensor, seed: int) -> AblationSample:
-    """A sample without examples; every example has its random number from the seed."""
+    """A sample without ablated examples; the seed gives every example its random number."""
     n, heads = expected.shape
     length = expected.norm(dim=1)
     weight = length / length.mean() + _FLOOR if length.any() else torch.ones(n, dtype=torch.float64)
@@ -165,7 +165,7 @@ def _budget(problem: Problem, replay: Replay, sample: AblationSample, began: flo
 
 
 def _straddling(sample: AblationSample, keep: int | None) -> Tensor:
-    """``[heads]``: those whose interval contains the score at the cut, so that more examples may change the plan."""
+    """Which heads' intervals contain the score at the cut, ``[heads]``: more examples of them may change the plan."""
     values, variance = scores_and_variance(sample)
     if keep is None or not 0 < keep < len(values):
         return torch.zeros(len(values), dtype=torch.bool)
@@ -176,10 +176,10 @@ def _straddling(sample: AblationSample, keep: int | None) -> Tensor:
 
 
 def _grown(problem: Problem, replay: Replay, sample: AblationSample, sizes: Tensor, number: int) -> AblationSample:
-    """A larger sample, the examples that it adds being ablated.
+    """A sample of larger ``sizes``; ablates the examples that it adds.
 
     Args:
-        number: Of the round, for the names of its parts in the store.
+        number: The round, for the store's keys.
     """
     grown = replace(sample, sizes=sizes, effects=sample.effects.clone())
     before = sample.inclusion() if sample.sizes.any() else torch.zeros_like(sample.expected)
@@ -206,7 +206,7 @@ def _grown(problem: Problem, replay: Replay, sample: AblationSample, sizes: Tens
 
 
 def _effects(problem: Problem, replay: Replay, batch: object, rows: list[int], heads: Tensor) -> Tensor:
-    """Effects ``[rows, heads]`` of removing each of some heads; zeros for the others."""
+    """Effects ``[rows, heads]`` of removing each head in the mask ``heads``; zeros for the others."""
     effects = torch.zeros(len(rows), problem.heads, dtype=torch.float64)
     recording = replay.of(problem.rows.take(batch, rows), len(rows))
     counts = [int(own.sum()) for own in problem.split(heads).values()]

@@ -1,4 +1,4 @@
-"""`HeadScores`, the output of scoring and the input of planning: the value, its file, and the agreement of two of them."""
+"""`HeadScores`, the output of scoring and the input of planning: the class, its file, and the rank agreement of two scores."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMED = 4  # heads that a caution names
-_RELIABLE = 0.8  # rank correlation to aim at
-_LEAST = 0.1  # below this it is too uncertain to say how many examples are enough
+_RELIABLE = 0.8  # target rank correlation
+_LEAST = 0.1  # a lower correlation is too uncertain to say how many examples are enough
 CHANCE_DRAWS = 200  # pairs of random orders
 
 
@@ -34,16 +34,16 @@ class HeadScores:
     """The importance of every maskable head; higher is more important.
 
     Attributes:
-        method: Such as ``"gradient"``.
+        method: The method's name, such as ``"gradient"``.
         unit: What a score of 1 means.
         values: ``{layer_name: [num_heads]}``, float64.
         stderr: The standard error of each value over examples (`standard_error`); NaN where the method has none.
-        examples: How many examples were used.
+        examples: Number of examples used.
         layers: The layers that were scored.
         model: Fingerprint of the model's weights.
         details: More results of the method, such as the mean loss, why there is no standard error, or (``carried_by``) how
             many examples every head's score rests on.
-        matrix: For methods that weigh pairs: ``[heads, heads]``, in the order of `flat`.
+        matrix: For methods that score pairs of heads: ``[heads, heads]``, in the order of `flat`.
     """
 
     method: str
@@ -66,7 +66,7 @@ class HeadScores:
 
     @property
     def signed(self) -> bool:
-        """Whether the scores estimate an added loss, so that below 0 a head is harmful."""
+        """Whether the scores estimate an added loss, so that a head with a negative score is harmful."""
         return " added" in self.unit
 
     @property
@@ -91,7 +91,7 @@ class HeadScores:
 
     @property
     def stability(self) -> str:
-        """The expected rank correlation with the scores of as many other examples, and how many are enough; "" if it is not known."""
+        """The expected rank correlation with scores on as many other examples, and how many would be enough; "" if unknown."""
         r = self.details.get("reliability")
         if r is None:
             return ""
@@ -116,7 +116,7 @@ class HeadScores:
         return f"HeadScores({self.method}: {len(self.labels())} heads in {len(self.layers)} layers, {self.basis}; highest: {best})"
 
     def _repr_html_(self) -> str:
-        """Layers by heads, as a notebook shows it: the deeper the colour, the more important."""
+        """The notebook's table, layers by heads: the deeper the colour, the more important the head."""
         most = float(self.flat().nan_to_num().abs().max()) or 1.0
         rows = []
         for layer in self.layers:
@@ -129,9 +129,9 @@ class HeadScores:
         return f"<table><caption>{title}</caption>{''.join(rows)}</table>"
 
     def plot(self, axis: Any = None, drop: Mapping[str, Sequence[int]] | None = None) -> Figure:
-        """A heat map, layers by heads; the figure's ``savefig`` writes it.
+        """A heat map of the scores, layers by heads; the figure's ``savefig`` writes it.
 
-        Colours are even in size up to the median and in ratio beyond it, so that a large score hides no other.
+        The colour scale is linear up to the median and logarithmic beyond it, so that one large score does not hide the others.
 
         Args:
             axis: Of a matplotlib figure, to draw on; by default the only one of a new figure.
@@ -163,11 +163,11 @@ class HeadScores:
         return figure
 
     def labels(self) -> list[str]:
-        """Every head's short address, in the same order."""
+        """Every head's label, such as ``"L3.H7"``, in the order of `flat`."""
         return [layer.label(h) for layer in self.layers for h in range(layer.num_heads)]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values, with null for NaN; the layers are left out, since several methods' scores share them in a file."""
+        """The scores as JSON values, with null for NaN; without the layers, which all scores in a file share."""
 
         def numbers(tensors: Mapping[str, Tensor]) -> dict[str, list[float | None]]:
             return {k: [None if v != v else v for v in t.tolist()] for k, t in tensors.items()}
@@ -180,10 +180,10 @@ class HeadScores:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], layers: Sequence[AttentionLayer]) -> HeadScores:
-        """The scores of these layers that `to_json` wrote; checked, since somebody else may have written or edited the file.
+        """Read the scores of these layers that `to_json` wrote; checks them, since somebody may have edited the file.
 
         Raises:
-            ValueError, TypeError, KeyError: Too few or too many numbers, or something else than numbers.
+            ValueError, TypeError, KeyError: Missing entries, too few or too many numbers, or values that are no numbers.
         """
         heads = sum(layer.num_heads for layer in layers)
         keys = "values", "stderr"
@@ -226,10 +226,10 @@ def _named(labels: Sequence[str]) -> str:
 
 
 def _numbers(listed: Any, count: int) -> Tensor:
-    """A list of ``count`` numbers as float64, with NaN for null.
+    """A JSON list of ``count`` numbers as a float64 tensor, with NaN for null.
 
     Raises:
-        TypeError, ValueError: Something in it is no number, or there are more or fewer.
+        TypeError, ValueError: An entry is no number, or the count differs.
     """
     if not isinstance(listed, list) or not all(x is None or type(x) in (int, float) for x in listed):
         raise TypeError(f"{listed!r:.60} is no list of numbers")
@@ -267,7 +267,7 @@ def load_scores(path: str | Path) -> list[HeadScores]:
     return scores
 
 
-# -- how far methods agree ---------------------------------------------------------------------------
+# -- agreement between methods -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ class Agreement:
     Attributes:
         spearman: Spearman's rho; NaN where a method scores all heads alike.
         kendall: Kendall's tau-b.
-        top_half: Share of the better half of the heads (rounded down) that both methods name; 0.5 by chance.
+        top_half: Share of the better half of the heads (rounded down) that both methods have in common; 0.5 by chance.
     """
 
     first: str
@@ -292,19 +292,19 @@ def agreement(a: HeadScores, b: HeadScores, top: int | None = None) -> Agreement
 
     Args:
         a, b: Scores of the same heads.
-        top: How many of the best heads to compare, in place of the better half.
+        top: Compare this many of the best heads instead of the better half.
     """
     return Agreement(a.method, b.method, *_rank_agreement(a.flat().numpy(), b.flat().numpy(), top))
 
 
 def agreements(scores: Sequence[HeadScores]) -> list[Agreement]:
-    """Every pair's, without random controls."""
+    """The `agreement` of every pair of methods, without the random control."""
     return [agreement(a, b) for a, b in combinations([s for s in scores if s.method != "random"], 2)]
 
 
 @cache
 def chance(heads: int, seed: int = 0) -> Agreement:
-    """The random control: 95 % of the pairs of independent random orders agree less, by absolute value."""
+    """The random control: the 95th percentile of the absolute agreement between independent random orders."""
     rng = np.random.default_rng(seed)
     order = np.arange(heads, dtype=np.float64)
     drawn = np.abs([_rank_agreement(order, rng.permutation(order), None) for _ in range(CHANCE_DRAWS)])
@@ -312,7 +312,7 @@ def chance(heads: int, seed: int = 0) -> Agreement:
 
 
 def _rank_agreement(x: np.ndarray, y: np.ndarray, top: int | None) -> tuple[float, float, float]:
-    """Spearman's rho, Kendall's tau, and the share of the best heads that both have."""
+    """Spearman's rho, Kendall's tau, and the share of the best heads that both orders have in common."""
     from scipy.stats import kendalltau, spearmanr
 
     count = top or max(1, len(x) // 2)

@@ -1,6 +1,6 @@
-"""Baselines, none of which uses the loss: how a head attends, how large its output and its weights are, and the random control.
+"""Baselines that do not use the loss: statistics of a head's attention, its output norm, its weight norm, and the random control.
 
-They cost one forward pass or none.
+Each costs one forward pass or none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headprune.seeing.maps import Weights, attention_maps
 from headprune.trace.features import is_matrix
 
 Measure = Callable[[Any, int], Tensor]
-"""(batch, its examples) to ``[examples, heads + 1]``, float64: the heads' values, and the loss."""
+"""(batch, number of examples) -> ``[examples, heads + 1]``, float64: the heads' values, then the loss."""
 
 
 @method("entropy", unit="negative entropy of a query's attention (nats), mean", loss=False)
@@ -33,8 +33,8 @@ def entropy(problem: Problem) -> Estimate:
     """Minus the entropy of the attention of a head, as Clark et al. (2019) plot it: focused heads come first.
 
     Section 3.3 of "What Does BERT Look At?" (BlackboxNLP 2019, arXiv:1906.04341) has the mean entropy of each head's
-    attention, ``H = -sum_j a_ij ln a_ij``; Voita et al. (2019) compare heads by how certain they are. A score of
-    0 looks at one token, one of -ln(n) at n tokens alike. Queries that are padding do not count.
+    attention, ``H = -sum_j a_ij ln a_ij``; Voita et al. (2019) compare heads by how certain they are. A head that attends
+    to one token scores 0, one that attends to n tokens equally scores -ln(n). Queries that are padding do not count.
     """
     return _of_maps(problem, "entropy", lambda weights: -torch.special.entr(weights).sum(dim=-1))
 
@@ -55,7 +55,7 @@ def output_norm(problem: Problem) -> Estimate:
     """The mean over tokens of ``||W_O[:, h] x_h||``, x_h being a head's output, after Kobayashi et al. (2020).
 
     "Attention is Not Only a Weight" (EMNLP 2020, arXiv:2004.10102) measures ``||alpha_ij f(x_j)||``, section 3; this is
-    the norm of the sum over j. Where W_O has no columns of single heads, it is that of the head's own features.
+    the norm of the sum over j. If single heads have no columns of W_O, the score is the norm of the head's own features.
     """
     readers = {layer.name: _NormReader(problem.model, layer) for layer in problem.layers}
     own = [name for name, reader in readers.items() if not reader.projects]
@@ -77,7 +77,7 @@ def output_norm(problem: Problem) -> Estimate:
     details = {"norm_before_output_projection": own} if own else {}
     try:
         batches = separate(problem)
-    except (RuntimeError, HeadPruneError):  # it needs a gradient of the loss, and there is none
+    except (RuntimeError, HeadPruneError):  # `separate` needs a gradient of the loss, and there is none
         batches = in_singles(problem)
     return _mean_over_examples(problem, "output-norm", batches, measure, **details)
 
@@ -107,7 +107,7 @@ def random(problem: Problem) -> Estimate:
 
 
 def _mean_over_examples(problem: Problem, name: str, batches: Batches, measure: Measure, **details: Any) -> Estimate:
-    """The mean of the heads' values over examples."""
+    """The mean over examples of the heads' values from ``measure``."""
 
     def compute(batch: Any, size: int) -> Tensor:
         with torch.no_grad():
@@ -118,13 +118,13 @@ def _mean_over_examples(problem: Problem, name: str, batches: Batches, measure: 
 
 
 def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor]) -> Estimate:
-    """The mean over queries of a statistic of attention weights: ``[..., queries, keys]`` to ``[..., queries]``."""
+    """The mean over queries of a statistic of the attention weights: ``[..., queries, keys]`` -> ``[..., queries]``."""
 
     def measure(batch: Any, size: int) -> Tensor:
         def keep(weights: Weights) -> Tensor:
             blocks = [(statistic(some), some.sum(dim=-1) > 0) for _, some in weights.blocks()]
             values, counted = (torch.cat(parts, dim=-1) for parts in zip(*blocks, strict=True))
-            # A query that may look nowhere says nothing about the head.
+            # A query whose keys are all masked says nothing about the head.
             real = real_queries(problem, weights.layer, batch, weights.shape[2])
             return _mean(values, counted if real is None else counted & real.to(counted.device))
 
@@ -142,7 +142,7 @@ def _table(problem: Problem, values: Mapping[str, Sequence[Tensor]], losses: Ten
 
 
 def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
-    """``[examples, heads]`` of ``[examples, heads, tokens]``: the mean over tokens that count, 0 where none does."""
+    """The mean over counted tokens: ``[examples, heads, tokens]`` -> ``[examples, heads]``; 0 if no token counts."""
     if counted is None:
         return values.mean(dim=-1)
     counted = counted.to(values.device)
@@ -150,13 +150,13 @@ def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def real_queries(problem: Problem, layer: AttentionLayer, batch: Any, tokens: int) -> Tensor | None:
-    """Which of a layer's queries are no padding, ``[examples, 1, tokens]``; None if the batch has no mask for them."""
+    """Mask of a layer's real (non-padding) queries, ``[examples, 1, tokens]``; None if the batch has no mask for them."""
     real = real_tokens(problem.model, batch, layer.kind, problem.rows, tokens)
     return None if real is None else real[:, None]
 
 
 class _NormReader:
-    """The norms of a layer's heads' outputs: at W_O's input, or where a gate would be if W_O has no columns of single heads."""
+    """Norms of the outputs of a layer's heads: after W_O's columns, or at the gate if single heads have no columns of W_O."""
 
     def __init__(self, model: nn.Module, layer: AttentionLayer) -> None:
         self.layer = layer
@@ -165,12 +165,12 @@ class _NormReader:
         assert place is not None
         self.module, self.features = place.module, place.features
         self.dim = layer.gate.dim if layer.gate is not None and layer.gate.module == self.module else -1
-        # ||W x|| = ||R x|| where W = QR, and R is only as wide as a head.
+        # ||W x|| = ||R x|| with W = QR; R is [head_dim, head_dim].
         parts = _columns(model, layer) if self.projects else []
         self.factors = [torch.linalg.qr(part, mode="r")[1] for part in parts]
 
     def norms(self, hidden: Tensor, size: int) -> Tensor:
-        """``[examples, heads, tokens]``."""
+        """Output norms, ``[examples, heads, tokens]``, from the tensor ``hidden`` of ``size`` examples."""
         rows = widened(hidden).movedim(self.dim, -1).flatten(0, -2)
         if len(rows) % size:
             raise RowsError(f"Layer {self.layer.name}: {len(rows)} rows cannot be told apart as {size} examples.")

@@ -1,6 +1,6 @@
-"""What heads look at: their attention weights on any traced model, and figures and words for what each of them does.
+"""Attention weights of any traced model, and a profile of each head: how it attends, in figures and in words.
 
-`profile_heads` takes one pass over the data, and for decoders one over random tokens that repeat.
+`profile_heads` makes one pass over the data and, for decoders, one over repeated random tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from headprune.seeing.sums import (
 __all__ = ["HeadProfile", "attention_weights", "profile_heads"]
 
 REPEATED = 4  # sequences of random tokens
-_TOKENS = 50  # in each, before they are repeated
+_TOKENS = 50  # in each, before the repetition
 _FEWEST = 8
 
 
@@ -49,24 +49,24 @@ def profile_heads(
     separators: Iterable[int] | None = None,
     seed: int = 0,
 ) -> HeadProfiles:
-    """How every head attends over data, in figures, and what that makes it: a head that looks at the previous token, an induction head …
+    """Measure how every head attends over data, and name its role: previous-token head, induction head …
 
-    One forward pass a batch. Only sums are kept, and a long input's weights are seen in parts, so memory does not grow with the
-    square of its length. Padding counts neither as query nor as key.
+    One forward pass per batch. Only sums are kept, and the weights of a long input are computed in blocks, so memory does not grow
+    with the square of its length. Padding counts neither as query nor as key.
 
     Args:
-        model: Any model that headprune traces, with any attention kernel; it is left as it was.
-        batches: A few dozen examples are enough for most figures. Labels are not looked at.
-        layers: Only these.
+        model: Any model that headprune traces, with any attention kernel; it does not change.
+        batches: A few dozen examples are enough for most figures. Labels are ignored.
+        layers: Profile only these layers.
         separators: Ids of the tokens that separate texts; by default the config's ``sep_token_id``.
-        seed: Of the random tokens that induction is measured on.
+        seed: For the random tokens that induction is measured on.
 
     Returns:
         ``{layer_name: [profile of head 0, …]}``; [] for a layer whose weights cannot be seen. See `headprune.HeadProfile`. ``.top(10)``
-        gives the heads that show their role best.
+        gives the heads that show their role most clearly.
 
     Raises:
-        HeadPruneError: No batch; the model does not run on one; no layer's weights can be seen.
+        HeadPruneError: No batches, the model does not run on one, or no layer's weights can be seen.
     """
     check_model(model)
     given = (inputs_of(model, batch) for batch in listed(batches) if not is_empty(batch))
@@ -98,7 +98,7 @@ def profile_heads(
 
 
 def _sums(model: nn.Module, layers: Layers, inputs: list[Example], rows: Rows, known: LayerInput) -> dict[str, Sums]:
-    """The sums over all queries of every layer, by its name; ``known`` holds for all batches."""
+    """The sums over all queries, by layer name; ``known`` is what all batches have in common."""
 
     def keep(batch: Example, weights: Weights) -> Sums:
         given = replace(known, sequences=sequences_of(model, batch, rows), is_image=is_image(batch))
@@ -115,7 +115,7 @@ def _sums(model: nn.Module, layers: Layers, inputs: list[Example], rows: Rows, k
 def _seen_layers(
     model: nn.Module, layers: Layers, example: Example
 ) -> tuple[list[AttentionLayer], dict[str, str], Grid | None]:
-    """The layers whose weights can be seen in one example, why others cannot, by name, and the grid of its patches if it is an image.
+    """The layers whose weights can be seen in one example; for the others, name -> reason; and for an image, the grid of its patches.
 
     Raises:
         HeadPruneError: No layer's weights can be seen.
@@ -131,7 +131,7 @@ def _seen_layers(
 
 
 def _frequencies(sequences: Sequence[Sequences]) -> Tensor | None:
-    """How often each token is in the source texts, by id."""
+    """How often each token occurs in the source texts, by id; None without token ids."""
     texts = [s.source for s in sequences]
     tokens = [t.ids if t.real is None else t.ids[t.real] for t in texts if t.ids is not None]
     return torch.bincount(torch.cat([ids.flatten() for ids in tokens]).cpu()) if tokens else None
@@ -140,17 +140,17 @@ def _frequencies(sequences: Sequence[Sequences]) -> Tensor | None:
 def _repeated_sums(
     model: nn.Module, layers: Layers, sequences: Sequence[Sequences], rows: Rows, seed: int
 ) -> dict[str, Sums]:
-    """The sums for induction and duplicate tokens, by layer, of a causal language model; {} of any other.
+    """The sums for induction and duplicate tokens, by layer, of a causal language model; {} for any other model.
 
-    On random tokens, and the same again: Olsson et al. (2022, arXiv:2209.11895), "prefix matching", a head's attention from a token to
-    what followed it before.
+    The input is random tokens, repeated once. Induction is the "prefix matching" of Olsson et al. (2022, arXiv:2209.11895): a head's
+    attention from a token to the token that followed its first occurrence.
     """
     decoders = [layer for layer in layers if layer.kind == "decoder"]
     ids = [s.source.ids for s in sequences if s.source.ids is not None]
     vocabulary = vocabulary_size(model)
     if not decoders or not ids or is_encoder_decoder(model) or vocabulary < 2 * _TOKENS:
         return {}
-    # The token that every text begins with, such as <s>, begins this one too.
+    # If all texts begin with one token, such as <s>, so does this input.
     firsts = torch.cat([i[:, 0] for i in ids])
     begun = len(firsts) > 1 and bool((firsts == firsts[0]).all())
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -164,5 +164,5 @@ def _repeated_sums(
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     try:
         return _sums(model, decoders, [given], rows, LayerInput(repeated=length))
-    except HeadPruneError:  # it takes more than tokens, or not so many
+    except HeadPruneError:  # the model needs other inputs too, or accepts fewer tokens
         return {}

@@ -1,8 +1,8 @@
-"""The attention weights of every head, whichever way a model computes them.
+"""The attention weights of every head, for eager and fused attention.
 
-Fused attention never computes its weights, and eager attention mostly does not return them. So they are read where they
-are computed: the result of a softmax as it is; those of `scaled_dot_product_attention` are computed a second time, if need be
-for some queries at a time: of a long input, all weights together may not fit in memory.
+Fused attention never forms its weights, and eager attention mostly does not return them. So a torch function mode takes the result
+of each softmax, and computes the weights of `scaled_dot_product_attention` a second time, in blocks of queries if all weights of a
+long input might not fit in memory.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from headprune.inputs import Example, call, does_not_run, model_device, move, te
 from headprune.memory import is_out_of_memory
 from headprune.running import exact_attention, quiet, uncompiled
 
-_MOST = 2**23  # weights that are computed at once
+_MOST = 2**23  # weights to compute at once
 
 _SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The attention weights of one call of a layer, computed when they are read, while the model waits.
+    """The attention weights of one call of a layer, computed lazily, while the forward pass waits.
 
     Attributes:
         layer: The layer that was called.
-        shape: Examples, heads, queries, keys.
-        windows: How many windows each example was cut into; a window's queries see that window's keys only, and the queries of
-            all windows stand one behind the other.
-        ordered: Whether key j is the j-th of a sequence for every query: not where keys count from their query, as in Longformer.
+        shape: (examples, heads, queries, keys).
+        windows: Number of windows per example; a window's queries see only its keys, and the queries of all windows are concatenated.
+        ordered: Whether key j is position j of a sequence for every query; False if keys are relative to their query, as in Longformer.
     """
 
     layer: AttentionLayer
@@ -53,11 +52,11 @@ class Weights:
     _read: Callable[[slice], Tensor]
 
     def whole(self) -> Tensor:
-        """``[examples, heads, queries, keys]``, float32 or float64; zeros for a query that may look nowhere."""
+        """All weights ``[examples, heads, queries, keys]``, float32 or float64; zeros for a query whose keys are all masked."""
         return self._read(slice(None))
 
     def blocks(self, most: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """The same in blocks of about ``most`` weights: the first query, and ``[examples, heads, some queries, keys]``."""
+        """The weights in blocks of about ``most``: (index of the first query, ``[examples, heads, some queries, keys]``)."""
         examples, heads, queries, keys = self.shape
         step = max(1, (most or _MOST) // max(1, examples * heads * keys))
         if self.windows > 1 or not self.ordered:  # each query sees few keys
@@ -66,7 +65,7 @@ class Weights:
             yield start, self._read(slice(start, start + step))
 
     def visible(self) -> Tensor:
-        """Which keys any query looks at, ``[examples, keys]``: those of padding are hidden from all."""
+        """Which keys any query attends to, ``[examples, keys]``; no query attends to masked padding."""
         seen = [(block > 0).any(dim=1).any(dim=1) for _, block in self.blocks()]
         return torch.stack(seen).any(dim=0)
 
@@ -77,21 +76,21 @@ Keep = Callable[[Weights], Any]
 def attention_weights(
     model: nn.Module, example: Example, layers: Sequence[AttentionLayer] | None = None
 ) -> dict[str, Tensor]:
-    """The attention weights of every head, of any model that headprune traces, whichever way it computes them.
+    """The attention weights of every head, for any model that headprune traces and any attention kernel.
 
-    The model need not be set to eager attention. All weights of a layer are held, so for long inputs name few ``layers``, or use
-    `headprune.profile_heads`, which never holds more than a part of them.
+    The model need not use eager attention. All weights of a layer are in memory at once, so for long inputs name few ``layers``, or
+    use `headprune.profile_heads`, which holds only a block of them.
 
     Args:
         model: It is run once, in evaluation mode.
         example: A dict of tensors, a tensor or a tuple.
-        layers: Only these.
+        layers: Return only these layers' weights.
 
     Returns:
-        ``{layer_name: [examples, heads, queries, keys]}``, in float32. A row sums to 1; to less where an attention sink takes the
-        rest (then it is there as a last key, if the model computes it as one), and to 0 where a query may look nowhere. Where a
-        model cuts windows out of its input, the queries of all windows stand one behind the other, each with its window's keys.
-        Of a layer that runs several times, the last run's.
+        ``{layer_name: [examples, heads, queries, keys]}``, in float32. A query's weights sum to 1; to less if an attention sink takes
+        the rest (which is the last key, if the model computes it as a key); and to 0 if all its keys are masked. If a model cuts its
+        input into windows, the queries of all windows are concatenated, each with the keys of its window. For a layer that runs
+        several times, these are the last run's weights.
 
     Raises:
         HeadPruneError: The model does not run on the example, or the weights of a layer cannot be seen.
@@ -105,20 +104,20 @@ def attention_weights(
 
 
 def on_device(model: nn.Module, batch: Any) -> Any:
-    """A batch on the model's device, in tensors that autograd accepts."""
+    """A batch on the model's device, as tensors that autograd accepts."""
     with torch.inference_mode(False):
         return usable(move(batch, model_device(model)))
 
 
 def rows_of(model: nn.Module, batches: Sequence[Example]) -> Rows:
-    """How examples lie in batches of inputs; see `find_rows`."""
+    """The batch dimensions of a model's inputs; see `find_rows`."""
     return find_rows(model, batches, lambda inputs: tensors(call(model, inputs)))
 
 
 def collect_by_example(
     model: nn.Module, layers: Layers, inputs: Example, rows: Rows, keep: Callable[[Example, Weights], Any]
 ) -> list[dict[str, list[Any]]]:  # fmt: skip
-    """What ``keep(inputs, weights)`` returns, as `collect`: of one run of all examples, or of one run each where a layer mixes their rows."""
+    """As `collect`, with ``keep(inputs, weights)``: one run for all examples or, if a layer mixes their rows, one run per example."""
     size = rows.size(inputs)
     try:
         return [collect(model, layers, inputs, size, partial(keep, inputs))]
@@ -131,16 +130,16 @@ def collect_by_example(
 def collect(
     model: nn.Module, layers: Layers, inputs: Example, size: int, keep: Keep, unseen: dict[str, str] | None = None
 ) -> dict[str, list[Any]]:  # fmt: skip
-    """What ``keep`` returns for the weights of every layer, call by call, in one run on inputs of ``size`` examples.
+    """Run the model on ``size`` examples and return what ``keep`` returns for every layer's weights: ``{layer_name: [per call]}``.
 
     Args:
-        unseen: As of `attention_maps`.
+        unseen: As in `attention_maps`.
 
     Raises:
         RowsError: A layer mixes the rows of several examples.
-        HeadPruneError: The model does not run on them.
+        HeadPruneError: The model does not run on the inputs.
     """
-    # Nobody reads the logits, which for a language model can be the largest of all tensors.
+    # The logits, often a language model's largest tensor, are not needed.
     named = isinstance(inputs, Mapping) and not {"labels", "logits_to_keep"} & set(inputs)
     short = {"logits_to_keep": 1} if named and "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with attention_maps(model, layers, size, keep, unseen) as kept:
@@ -157,23 +156,23 @@ def collect(
 def attention_maps(
     model: nn.Module, layers: Layers, examples: int, keep: Keep, unseen: dict[str, str] | None = None
 ) -> Iterator[dict[str, list[Any]]]:
-    """Collect attention weights while the context lasts; run the model inside. No hook is left behind.
+    """Collect attention weights while the context lasts; run the model inside it. All hooks are removed afterwards.
 
     Args:
         model: The model that ``layers`` describe.
         layers: From `headprune.find_attention`.
-        examples: How many the model is going to see at once. It decides which example a row belongs to, where a module cuts
-            windows out of its input or puts heads into the batch dimension.
-        keep: From a layer's weights to what is kept of them.
-        unseen: Gets the reason, by layer, where weights were not seen; without it, that is an error.
+        examples: Batch size of the coming forward pass. It tells which example a row belongs to if a module cuts its input into
+            windows or puts heads into the batch dimension.
+        keep: Takes a layer's `Weights`, and returns what to keep of them.
+        unseen: Receives layer name -> reason for layers whose weights were not seen; without it, that is an error.
 
     Yields:
-        ``{layer_name: [what is kept, for each call of the layer]}``, filled as the model runs. A query that may
-        look nowhere has zeros.
+        ``{layer_name: [result of keep for each call of the layer]}``, filled as the model runs. The weights of a query whose
+        keys are all masked are zeros.
 
     Raises:
-        RowsError: Several examples whose rows a layer mixes; run them one at a time.
-        HeadPruneError: A layer whose weights were not seen.
+        RowsError: A layer mixes the rows of several examples; run them one at a time.
+        HeadPruneError: A layer's weights were not seen.
     """
     collector = _Collector(layers, examples, keep)
     with ExitStack() as stack:
@@ -195,13 +194,13 @@ def attention_maps(
 
 
 class _Collector(TorchFunctionMode):
-    """Reads attention weights that are computed while a layer's module is the innermost that runs.
+    """Torch function mode that collects attention weights, and assigns them to the innermost running layer.
 
     Attributes:
-        kept: What ``keep`` returned, by layer and call.
+        kept: Results of ``keep``, by layer and call.
         layers: The layers of each module, by the number in their name: "attn#2" is the second attention that "attn" computes.
-        unclear: Why it is not clear which weights are whose, by module.
-        running: Modules that run, the innermost last, each with the number of attentions that it has computed in this call.
+        unclear: Why weights cannot be assigned to layers, by module.
+        running: Running modules, innermost last, each with the number of attentions computed in this call so far.
     """
 
     def __init__(self, layers: Layers, examples: int, keep: Keep) -> None:
@@ -236,7 +235,7 @@ class _Collector(TorchFunctionMode):
         return out
 
     def _collect(self, shape: tuple[int, ...], read: Callable[[slice], Tensor]) -> None:
-        """Keep weights of a shape, if they are a layer's; ``read`` returns those of some queries."""
+        """Keep a softmax result if it is a layer's attention weights; ``read`` returns the rows of some queries."""
         name, count = self.running[-1]
         layers = self.layers[name]
         layer = layers.get(count % max(layers) + 1)
@@ -244,11 +243,11 @@ class _Collector(TorchFunctionMode):
             weights = _by_head(layer or next(iter(layers.values())), shape, read, self.examples)
         except RowsError:
             if self.examples != 1:
-                raise  # they are then run one by one
+                raise  # the caller then runs the examples one by one
             self.unclear[name] = f"attention weights of shape {shape} cannot be split into heads and windows."
             return
         if weights is None:
-            return  # a softmax over something else
+            return  # a softmax that is no attention
         self.running[-1] = name, count + 1
         if layer is not None:
             self.kept[layer.name].append(self.keep(weights))
@@ -257,20 +256,20 @@ class _Collector(TorchFunctionMode):
 def _by_head(
     layer: AttentionLayer, shape: tuple[int, ...], read: Callable[[slice], Tensor], examples: int
 ) -> Weights | None:
-    """The weights by example and head; None where no dimension is that of the heads."""
+    """The `Weights` by example and head; None if no dimension holds the heads."""
     heads = layer.num_heads
-    # (batch, heads, queries, keys); more dimensions for windows, heads behind the queries for some sliding ones.
+    # (batch, heads, queries, keys); with more dimensions for windows; some sliding windows have the heads after the queries.
     dim = next((d for d in range(1, len(shape) - 1) if shape[d] == heads), 0) if len(shape) > 3 else 0
     folded = len(shape) == 3 and shape[0] % heads == 0  # (batch * heads, queries, keys)
     if not folded and not dim:
         return None
     rows, inner = (shape[0] // heads, shape[1:]) if folded else (shape[0], (*shape[1:dim], *shape[dim + 1 :]))
-    # (batch * heads, …) or (heads * batch, …)? With one row it is both, with more it is not known.
+    # (batch * heads, …) or (heads * batch, …)? With one row they are the same, with more it is not known.
     unclear = rows != examples or (folded and rows > 1 < heads)
     if unclear and (examples > 1 or folded):
         what = f"attention weights of shape {shape}"
         raise RowsError(f"Layer {layer.name}: {what} cannot be split into {examples} examples.")
-    windowed = unclear  # the windows of one example, whose queries are all of theirs
+    windowed = unclear  # rows are the windows of one example: their queries are concatenated
     windows = prod(inner[:-2]) * (rows if windowed else 1)
 
     def arranged(queries: slice) -> Tensor:
@@ -287,14 +286,14 @@ def _fused_weights(
     rows: slice, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The weights ``[..., queries, keys]`` that `scaled_dot_product_attention` uses, as its documentation computes them.
+    """Recompute the weights ``[..., queries, keys]`` of `scaled_dot_product_attention`, as in its documentation.
 
     Args:
-        rows: The queries.
+        rows: Which queries.
     """
     places = torch.arange(query.shape[-2], device=query.device)[rows]
     query, key = widened(query[..., rows, :]), widened(key)
-    if query.ndim > 3 and key.shape[-3] != query.shape[-3]:  # each key/value head serves several
+    if query.ndim > 3 and key.shape[-3] != query.shape[-3]:  # grouped-query attention
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:

@@ -1,4 +1,4 @@
-"""What a head does, in figures and in words: rules that give a head its role, in the order in which they are tried.
+"""A head's profile in figures, and the rules that derive its role from them; the first rule that holds decides.
 
 The thresholds are the papers' where they give one; docs/heads.md has the table.
 """
@@ -16,42 +16,41 @@ from headprune.seeing.sums import REACH, Grid, Sums
 HALF = 0.5  # of the attention: Clark et al. (2019), section 3
 POINTS = 0.9  # of the queries: Voita et al. (2019), section 5.1
 COPIES = 0.4  # of the attention on repeated random tokens; ours
-EVEN = 0.9  # of the largest possible entropy; Clark's 10 % of the attention at most depends on a text's length
+EVEN = 0.9  # of the largest possible entropy; Clark's criterion (at most 10 % of the attention per token) depends on a text's length
 NEAR = 0.5  # of the distance of even attention; ours
 MIXED = "mixed"
 UNKNOWN = "unknown"
-_FEW = 20  # queries below which a figure that only some queries have says nothing
+_FEW = 20  # a figure that only some queries have needs at least this many of them
 
 
 @dataclass(frozen=True)
 class HeadProfile:
-    """How one head attends: means over queries, each of them a token that is no padding.
+    """How one head attends: means over queries that are real tokens, not padding.
 
-    A share is the part of a query's attention (its weights sum to 1) that goes to some keys, 0 to 1. None stands for a figure
-    that this layer cannot have: cross-attention has no previous token, an image no separator.
+    A share is the part of a query's attention (its weights sum to 1) that goes to some keys, 0 to 1. None means that the layer
+    cannot have this figure: cross-attention has no previous token, an image no separator.
 
     Attributes:
-        queries: How many queries the means are over.
-        entropy: Of a query's weights, in nats.
-        evenness: Entropy as a share of the largest possible one, ln(keys that the query may see); 1 is a plain average.
+        queries: Number of queries that the means are over.
+        entropy: Entropy of a query's weights, in nats.
+        evenness: Entropy relative to the largest possible, ln(keys that the query may attend to); 1 means uniform attention.
         largest: A query's largest weight.
-        distance: From a query to what it attends to, weighted: in tokens, or for images in patches (Euclidean).
-        reach: Distance as a share of what a plain average over the keys in sight would give.
+        distance: Attention-weighted distance from the query to its keys, in tokens, or for images in patches (Euclidean).
+        reach: Distance relative to that of uniform attention over the visible keys.
         previous, next, itself: Shares of the keys at -1, +1 and 0 from the query.
-        first: Share of the first token that is no padding.
-        separator: Share of the separators, such as [SEP]; None where too few queries have one in sight (fewer than 20, and than half).
-        same: Share of other positions with the query's own token, over the queries that have such a position in sight, at least 20.
+        first: Share of the first real token.
+        separator: Share of the separators, such as [SEP]; None if too few queries see one (fewer than 20, and fewer than half).
+        same: Share of other positions with the query's own token, over queries that see such a position; None if fewer than 20 do.
         sink: Share of keys that are no tokens, such as a learned attention sink.
-        rare: How many queries have their largest weight on one of the two tokens that are rarest in their example; frequencies
-            are those of the data.
-        rare_chance: How many would, if the largest weight were anywhere with the same probability.
-        position, pointing: The most frequent place of the largest weight, from -8 to 8 tokens from its query, and how many queries
-            have it there.
-        induction, duplicate: On random tokens repeated once: the shares of the key after the query's first occurrence, and of that
-            occurrence itself. Of causal language models only.
+        rare: Share of queries whose largest weight is on one of their example's two rarest tokens, by frequency in the data.
+        rare_chance: The same share if the largest weight were at a random token.
+        position, pointing: The most frequent relative position of the largest weight, -8 to 8 tokens from the query, and the share of
+            queries that have it there.
+        induction, duplicate: On random tokens repeated once, the shares of the key after the query's first occurrence, and of that
+            occurrence itself. Only for causal language models.
         role: In words, by the rules of `headprune.seeing.roles`.
         because: The figure that justifies the role, in words.
-        clarity: That figure, 0 to 1: of heads with the same role, the one with the largest shows it best.
+        clarity: That figure, 0 to 1; among heads with the same role, the head with the largest shows it most clearly.
     """
 
     queries: int
@@ -82,14 +81,14 @@ class HeadProfile:
 
 
 class HeadProfiles(dict[str, list[HeadProfile]]):
-    """``{layer_name: [profile of head 0, …]}``, which prints short.
+    """``{layer_name: [profile of head 0, …]}`` with a short repr.
 
     Attributes:
-        layers: Index of each layer, by its name.
-        unseen: Why the weights of a layer cannot be seen, by its name.
-        examples, tokens: What the profiles rest on; tokens are queries of the first layer that are no padding.
-        repeated: Sequences of random tokens that induction was measured on.
-        grid: Of the images' patches, if the model sees images.
+        layers: Layer name -> index.
+        unseen: Layer name -> why the layer's weights cannot be seen.
+        examples, tokens: Number of examples, and of the queries that the profiles are means over (the layers' maximum).
+        repeated: Number of sequences of random tokens that induction was measured on.
+        grid: The grid of the images' patches, if the inputs are images.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class HeadProfiles(dict[str, list[HeadProfile]]):
         self.examples, self.tokens, self.repeated, self.grid = examples, tokens, repeated, grid
 
     def top(self, count: int = 10) -> list[tuple[str, HeadProfile]]:
-        """The heads that show their role best: (label such as ``"L3.H7"``, profile)."""
+        """The heads that show their role most clearly: (label such as ``"L3.H7"``, profile)."""
         every = [(f"L{self.layers[name]}.H{h}", p) for name, heads in self.items() for h, p in enumerate(heads)]
         return sorted(every, key=lambda one: -one[1].clarity)[:count]
 
@@ -111,21 +110,21 @@ class HeadProfiles(dict[str, list[HeadProfile]]):
         return f"HeadProfiles({roles.total()} heads in {len(self)} layers: {counts})"
 
     def _repr_html_(self) -> str:
-        """A notebook's table: the heads that show their role best."""
+        """The notebook's table: the heads that show their role most clearly."""
         cells = ((label, html.escape(p.role), html.escape(p.because)) for label, p in self.top())
         rows = (f"<tr><th>{label}</th><td>{role}</td><td>{because}</td></tr>" for label, role, because in cells)
         return f"<table><caption>{html.escape(repr(self))}</caption>{''.join(rows)}</table>"
 
 
 class Rule(NamedTuple):
-    """A role, and when a head has it.
+    """A role, and the condition for it.
 
     Attributes:
-        role: In words.
-        short: In five letters at most.
+        role: The role in words.
+        short: An abbreviation of at most five letters.
         figure: The figure that justifies the role, 0 to 1: a field of `HeadProfile`, or one of `_evidence`.
-        least: What it must reach.
-        because: The figure in words.
+        least: Threshold for the figure.
+        because: Template of the figure in words.
     """
 
     role: str
@@ -199,7 +198,7 @@ def _with_role(profile: HeadProfile) -> HeadProfile:
 
 
 def _evidence(profile: HeadProfile) -> dict[str, float | None]:
-    """The figures that rules look at, by name: the profile's, and some that follow from them."""
+    """The figures that rules use, by name: the profile's, and some derived from them."""
     likelier = profile.rare is not None and profile.rare >= 2 * (profile.rare_chance or 0.0)
     return vars(profile) | {
         "points back": profile.pointing if profile.position == -1 else None,
@@ -222,7 +221,7 @@ def _because(rule: Rule, share: float, profile: HeadProfile) -> str:
 
 
 def percent(share: float) -> str:
-    """A share for a sentence; with a decimal, so that what misses a threshold does not look as if it had met it.
+    """A share as text; with a decimal, so that a share just below a threshold does not look as if it reached it.
 
     >>> percent(0.714), percent(0.496), percent(1.0)
     ('71.4 %', '49.6 %', '100 %')

@@ -1,6 +1,6 @@
-"""Sums over the queries of a layer, from which the figures of its heads are computed; and what stands at its queries and keys.
+"""Sums over a layer's queries, from which its heads' figures are computed; and the tokens or patches at its queries and keys.
 
-Only sums are kept: of a long input, the weights are seen in blocks (`headprune.seeing.maps.Weights.blocks`).
+Only sums are kept; the weights of a long input are read in blocks (`headprune.seeing.maps.Weights.blocks`).
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from headprune.divergence import IGNORED
 from headprune.inputs import doubled, is_encoder_decoder
 from headprune.seeing.maps import Weights
 
-_MOST_BEFORE = 16  # positions before the patches
-REACH = 8  # relative positions that the largest weight is looked for at, on both sides
+_MOST_BEFORE = 16  # the most positions before the patches
+REACH = 8  # the largest relative position, on both sides, at which the largest weight is looked for
 
 Sums = dict[str, Tensor]
-"""By figure, ``[2, heads]``: a sum over queries, and the number of queries (or the sum of weights) that it is divided by."""
+"""Figure -> ``[2, heads]``: a sum over queries, and its divisor: the number of queries (or the sum of weights)."""
 
 
-# -- what stands at the queries and keys of a layer: tokens of a text, padding, patches of an image ------------
+# -- the positions of queries and keys: tokens of a text, padding, patches of an image ------------------------
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A sequence of every example of a batch; None for what is not known.
+    """The token sequences of a batch; None for what is not known.
 
     Attributes:
-        ids: Of its tokens, ``[examples, positions]``.
-        real: Which positions are no padding, ``[examples, positions]``.
+        ids: Token ids, ``[examples, positions]``.
+        real: Mask of the real (non-padding) positions, ``[examples, positions]``.
     """
 
     ids: Tensor | None = None
     real: Tensor | None = None
 
     def if_length(self, count: int) -> TokenSequence:
-        """This sequence if it has so many positions, else one of which nothing is known."""
+        """This sequence if it has ``count`` positions, otherwise an unknown one."""
         known = self.ids if self.ids is not None else self.real
         return self if known is not None and known.shape[1] == count else TokenSequence()
 
@@ -53,19 +53,19 @@ class Sequences:
     """The sequences of a batch.
 
     Attributes:
-        source: What the model reads: a text, or nothing that is known of an image.
-        target: What the decoder of an encoder-decoder reads; the source for any other model.
+        source: The model's input text; unknown for an image.
+        target: The decoder input of an encoder-decoder; the source for any other model.
     """
 
     source: TokenSequence
     target: TokenSequence
 
     def queries(self, layer: AttentionLayer, count: int) -> TokenSequence:
-        """The sequence that a layer with so many queries attends from."""
+        """The sequence of a layer's queries; unknown unless it has ``count`` positions."""
         return (self.source if layer.kind == "encoder" else self.target).if_length(count)
 
     def keys(self, layer: AttentionLayer, count: int) -> TokenSequence:
-        """The sequence that a layer with so many keys attends to."""
+        """The sequence of a layer's keys; unknown unless it has ``count`` positions."""
         return (self.target if layer.kind == "decoder" else self.source).if_length(count)
 
 
@@ -73,7 +73,7 @@ UNKNOWN_SEQUENCES = Sequences(TokenSequence(), TokenSequence())
 
 
 def sequences_of(model: nn.Module, inputs: Any, rows: Rows) -> Sequences:
-    """The sequences that a model reads, as far as its arguments name them."""
+    """The sequences in a model's inputs, as far as its arguments' names show them."""
 
     def sequence(arguments: Any, prefix: str = "") -> TokenSequence:
         ids, mask = (rows.table(arguments, f"{prefix}{name}") for name in ("input_ids", "attention_mask"))
@@ -97,8 +97,8 @@ class Grid:
     """The patches of an image as positions of a sequence.
 
     Attributes:
-        rows, columns: Of patches.
-        before: Positions before them, such as that of [CLS].
+        rows, columns: Numbers of rows and columns of patches.
+        before: Number of positions before the patches, such as that of [CLS].
     """
 
     rows: int
@@ -106,7 +106,7 @@ class Grid:
     before: int = 0
 
     def of(self, positions: int) -> Grid | None:
-        """The grid of a layer with so many positions, which may see larger patches, or windows; None if it has none."""
+        """The grid of a layer with this many positions, which may have larger patches or windows; None if no grid fits."""
         if positions == self.before + self.rows * self.columns:
             return self
         for rows in range(1, isqrt(positions) + 1 if self.rows <= self.columns else positions + 1):
@@ -116,21 +116,21 @@ class Grid:
         return Grid(side, side) if side * side == positions else None
 
     def places(self, count: int) -> tuple[Tensor, Tensor]:
-        """Of the first ``count`` positions: row and column ``[count, 2]``, and which of them are patches ``[count]``."""
+        """Row and column ``[count, 2]`` of the first ``count`` positions, and which of them are patches ``[count]``."""
         patch = torch.arange(count) - self.before
         places = torch.stack([patch.div(self.columns, rounding_mode="floor"), patch % self.columns], dim=-1).float()
         return places, patch >= 0
 
 
 def is_image(inputs: Any) -> bool:
-    """Whether a model is given images: a batch of channels, rows and columns."""
+    """Whether the inputs hold images: a float tensor of batch, channels, rows and columns."""
     values = inputs.values() if isinstance(inputs, Mapping) else [inputs] if isinstance(inputs, Tensor) else inputs
     return any(isinstance(t, Tensor) and t.ndim == 4 and t.is_floating_point() for t in values)
 
 
 @contextmanager
 def convolution_shapes(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
-    """Rows and columns of every convolution's output while the context lasts: one of them makes the patches."""
+    """Collect (rows, columns) of every convolution's output while the context lasts; one of them is the patch grid."""
     shapes: list[tuple[int, int]] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -145,7 +145,7 @@ def convolution_shapes(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
 
 
 def grid_among(shapes: list[tuple[int, int]], positions: int) -> Grid | None:
-    """The shape with as many patches as a layer has positions, but for a few before them."""
+    """The grid, among a model's convolution shapes, with as many patches as a layer has positions, except a few before them."""
     fitting = [Grid(r, c, positions - r * c) for r, c in shapes if 0 <= positions - r * c <= _MOST_BEFORE]
     return min(fitting, key=lambda grid: grid.before, default=None)
 
@@ -155,15 +155,15 @@ def grid_among(shapes: list[tuple[int, int]], positions: int) -> Grid | None:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What is known of the positions that a call of a layer sees.
+    """What is known about the positions in a call of a layer.
 
     Attributes:
         separators: Ids of tokens that separate texts.
-        sequences: What the model reads there.
-        frequencies: How often each token is in the data, by id; None where that is not counted.
-        grid: Of the image that the model sees.
-        is_image: Whether the positions are those of an image, with a grid that is known or not.
-        repeated: How many tokens end the input twice; then induction and duplicate tokens are measured, and nothing else.
+        sequences: The model's token sequences.
+        frequencies: How often each token occurs in the data, by id; None if not counted.
+        grid: The patch grid of the image.
+        is_image: Whether the positions are those of an image, with a known grid or not.
+        repeated: If not 0, the input ends with this many tokens, twice; then only induction and duplicate tokens are measured.
     """
 
     separators: Tensor | None = None
@@ -175,7 +175,7 @@ class LayerInput:
 
 
 def sums_of(weights: Weights, given: LayerInput) -> Sums:
-    """The sums over all queries of a call."""
+    """The sums over all queries of one call of a layer."""
     call = _Call(weights, given)
     add = call.add_repeated if given.repeated else call.add
     for start, block in weights.blocks():
@@ -184,12 +184,12 @@ def sums_of(weights: Weights, given: LayerInput) -> Sums:
 
 
 def added(one: Sums, other: Sums) -> Sums:
-    """The sums over the queries of both."""
+    """Add two `Sums`; figures may be missing in one of them."""
     return one | {figure: one.get(figure, 0) + pair for figure, pair in other.items()}
 
 
 class _Call:
-    """One call of a layer: what stands at its positions, and the sums over its queries so far."""
+    """One call of a layer: the tokens or patches at its positions, and the sums over its queries so far."""
 
     def __init__(self, weights: Weights, given: LayerInput) -> None:
         layer, windows, (examples, _, queries, keys) = weights.layer, weights.windows, weights.shape
@@ -198,7 +198,7 @@ class _Call:
         first = next(weights.blocks(1))[1]  # of the first query
         rows, length, device = examples * windows, queries // windows, first.device  # maybe not the inputs' device
         plain = windows == 1 and weights.ordered
-        # Keys beyond the queries' may stand behind them, as attention sinks do: the first query of a causal layer shows it.
+        # Extra keys may follow the tokens' keys, as attention sinks do: the first query of a causal layer shows it.
         sinks = plain and layer.kind == "decoder" and 1 < queries < keys and not bool(first[:, :, 0, 1:queries].any())
         self.aligned = weights.ordered and layer.kind != "cross" and (length == keys or sinks)
         self.tokens = length if self.aligned else keys
@@ -210,7 +210,7 @@ class _Call:
         self.real_keys = at_keys.real.to(device) if plain and at_keys.real is not None else visible
         if windows == 1 and at_queries.real is not None:
             self.real_queries = at_queries.real.to(device)
-        else:  # padding is what nobody looks at
+        else:  # padding: keys that no query attends to
             self.real_queries = visible if self.aligned else visible.new_ones(rows, length)
         self.rarest = None
         if self.ids is not None and given.frequencies is not None and layer.kind != "decoder":
@@ -220,16 +220,16 @@ class _Call:
         self.grid = given.grid.of(self.tokens) if given.grid is not None and self.aligned else None
 
     def add(self, start: int, weights: Tensor) -> None:
-        """Add some queries: ``[examples, heads, queries, keys]``, from query ``start`` on."""
+        """Add the weights of some queries, ``[examples, heads, queries, keys]``, from query ``start`` on."""
         if weights.shape[2] == 0:
             return
         if self.windows > 1:  # each window is like an example of its own
             weights = torch.stack(weights.chunk(self.windows, dim=2), dim=1).flatten(0, 1)
         rows = torch.arange(start, start + weights.shape[2], device=weights.device)
         inside = weights[..., : self.tokens]
-        seen = (weights > 0).any(dim=1)  # [examples, queries, keys]: no head looks at what is masked
+        seen = (weights > 0).any(dim=1)  # [examples, queries, keys]: masked keys get 0 from all heads
         choices = seen.sum(dim=-1)
-        # A query that sees one key, or none, says nothing about the head; padding neither.
+        # Leave out padding, and queries that see at most one key: they say nothing about the head.
         counted = (choices > 1) & self.real_queries[:, rows]
         entropy = torch.special.entr(weights).sum(dim=-1)
         _add_mean(self.sums, "entropy", entropy, counted)
@@ -260,8 +260,8 @@ class _Call:
             self._add_share("same", inside, same, counted)
 
     def add_repeated(self, start: int, weights: Tensor) -> None:
-        """Add induction and duplicate tokens of some queries, those of a token's second occurrence."""
-        if self.ids is None or not self.aligned:  # of other positions than the tokens'
+        """Add the induction and duplicate figures of some queries, counting only tokens' second occurrences."""
+        if self.ids is None or not self.aligned:  # positions are not the tokens
             return
         rows, length = torch.arange(start, start + weights.shape[2], device=weights.device), self.given.repeated
         second = (rows >= self.tokens - length).expand(weights.shape[0], -1)
@@ -269,7 +269,7 @@ class _Call:
             _add_mean(self.sums, figure, _at(weights, (rows - back).clamp(min=0)[:, None]), second)
 
     def _add_places(self, rows: Tensor, weights: Tensor, keys: Tensor, counted: Tensor) -> None:
-        """Add what depends on where keys are from their query."""
+        """Add the figures that depend on the keys' positions relative to their query."""
         steps = torch.arange(weights.shape[-1], device=rows.device) - rows[:, None]  # [queries, keys]
         self._add_share("itself", weights, (steps == 0).expand_as(keys), counted)
         distances, placed = steps.abs().float(), torch.ones_like(steps, dtype=torch.bool)
@@ -293,17 +293,17 @@ class _Call:
             _add_mean(self.sums, f"at {step}", (largest == step).double(), counted)
 
     def _add_share(self, figure: str, weights: Tensor, keys: Tensor, counted: Tensor) -> None:
-        """Add the share of some keys ``[examples, queries, keys]``, over the queries that have one of them."""
+        """Add the share of attention that goes to ``keys`` (mask ``[examples, queries, keys]``), over queries that have any."""
         _add_mean(self.sums, figure, (weights * keys[:, None]).sum(dim=-1), counted & keys.any(dim=-1))
 
 
 def _at(weights: Tensor, keys: Tensor) -> Tensor:
-    """The weights ``[examples, heads, queries]`` of one key for every query."""
+    """Every query's weight on one key, ``[examples, heads, queries]``."""
     return weights.gather(-1, keys.expand(*weights.shape[:3], 1)).squeeze(-1)
 
 
 def _add_mean(sums: Sums, figure: str, values: Tensor, where: Tensor) -> None:
-    """Add values ``[examples, heads, queries]`` of some queries ``[examples, queries]`` to a mean."""
+    """Add values ``[examples, heads, queries]`` to a mean, for the queries in the mask ``where`` ``[examples, queries]``."""
     counts = where[:, None].expand_as(values)
     _add(sums, figure, torch.where(counts, values, 0.0), counts)
 

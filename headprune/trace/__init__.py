@@ -1,18 +1,18 @@
-"""Find the attention layers of any model from one traced forward; no table of architectures.
+"""Find the attention layers of any model from one traced forward pass, without a table of architectures.
 
 How it works. While the model runs on an example, every linear layer's output and every attention's
 result is replaced by an equal tensor that starts a new autograd graph. So the graph between two
-linear layers is small, and derivatives in it say which features belong to which head:
+linear layers is small, and derivatives in it show which features belong to which head:
 
-* differentiate head ``h`` of the query, key and value (or of the eager scores) with respect to each
-  linear's output: the non-zero columns are that head's rows of that projection. Fused and interleaved
-  QKV, rotary embeddings and repeated key/value heads all read alike;
-* differentiate it with respect to the parameters and buffers too: one that each head reads in places of
-  its own (a relative position table, a sink, a slope) is cut there;
-* the first linear whose input depends on the attention's result is W_O, and the forward derivative
+* Differentiate head ``h`` of the query, key and value (or of the eager scores) with respect to each
+  linear layer's output: the non-zero columns are that head's rows of that projection. This works alike
+  for fused and interleaved QKV, rotary embeddings and repeated key/value heads.
+* Differentiate it with respect to parameters and buffers, too: if each head reads its own entries of one
+  (a relative position table, a sink, a slope), a prune cuts these entries.
+* The first linear layer whose input depends on the attention's result is W_O, and the forward derivative
   (by differentiating twice) of its input with respect to head ``h`` gives that head's columns.
 
-The result need not be trusted: `headprune.prune` proves every removal.
+No one has to trust the result: `headprune.prune` proves every removal.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from headprune.trace.tracer import Tracer
 __all__ = ["example_for", "find_attention"]
 
 _LARGE = 1_000_000  # elements
-_STRIDES = (1, 7, 61, 509, 4099)  # of large parameters, by dimension: neither rows nor columns are alike
+_STRIDES = (1, 7, 61, 509, 4099)  # of large parameters, by dimension, so that all rows and columns differ
 
 
 def find_attention(model: nn.Module, example: Example | None = None) -> list[AttentionLayer]:
-    """Every attention layer that runs when ``model`` sees ``example``, in order of execution.
+    """Find every attention layer that runs on ``example``, in order of execution.
 
     Args:
-        model: Any module, in any mode; it is left as it was. Its weights may be on the meta device (only the
-            structure is read), spread over devices, or loaded by accelerate's hooks as they are needed.
+        model: Any module, in any mode; it does not change. Its weights may be on the meta device (only the
+            structure is read), spread over devices, or offloaded by accelerate.
         example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments), best with
-            two rows and at least two tokens. It is moved to the model's device. By default an input is made
-            up (`example_for`).
+            two rows and at least two tokens. It is moved to the model's device. By default a made-up input
+            (`example_for`).
 
     Returns:
         One `AttentionLayer` per attention module (a module that runs several times, as in ALBERT,
         is one layer). Layers whose heads cannot be separated have ``prunable=False`` and a ``reason``.
 
     Raises:
-        HeadPruneError: The model does not run on the example, it has no softmax attention, or its weights were made in
-            inference mode; or there is no example, and none can be made up.
+        HeadPruneError: The model does not run on the example, it has no softmax attention, its weights were made in
+            inference mode, or no example was given and none can be made up.
     """
     check_weights(model)
     _check_visible(model)
@@ -70,7 +70,7 @@ def find_attention(model: nn.Module, example: Example | None = None) -> list[Att
         try:
             layers = _trace(model, given, buffers=True)
         except Exception:
-            # Some buffers cannot be differentiated, such as a batch norm's, or the model writes to them.
+            # Some buffers, such as a batch norm's, cannot require gradients, or the model modifies them in place.
             try:
                 layers = _trace(model, given, buffers=False)
             except Exception as error:
@@ -88,11 +88,11 @@ def _is_emptied(module: nn.Module) -> bool:
 
 
 def example_for(model: nn.Module) -> Example:
-    """A made-up input for a model, of the form that `headprune.prune` or `headprune.repair` was given, or, for a
-    transformers model, of the form that its config names.
+    """A made-up input for a model, in the form of the inputs of an earlier `headprune.prune` or `headprune.repair`
+    or, for a transformers model, in the form that its config implies.
 
     Raises:
-        HeadPruneError: It is not known what the model takes.
+        HeadPruneError: No form is known on which the model runs.
     """
     for spec in with_own_dtype(model, [*reversed(recorded(model)), *of_config(model)]):
         example: Example = build(spec)
@@ -107,7 +107,7 @@ def example_for(model: nn.Module) -> Example:
 
 
 def _trace(model: nn.Module, example: Example, *, buffers: bool) -> list[AttentionLayer]:
-    """The layers of one traced forward, in which buffers may be differentiated, too."""
+    """Trace one forward pass and return its attention layers; ``buffers``: differentiate with respect to buffers, too."""
     with _materialised(model), _differentiable(model, buffers):
         tracer = Tracer(model)
         with tracer.watching(), tracer:
@@ -116,10 +116,10 @@ def _trace(model: nn.Module, example: Example, *, buffers: bool) -> list[Attenti
 
 
 def _check_visible(model: nn.Module) -> None:
-    """Refuse what cannot be looked into: TorchScript, and modules whose stand-ins would have to share weights that a hook loads.
+    """Refuse models that cannot be traced: TorchScript, and offloaded modules that need a stand-in, which would share their weights.
 
     Raises:
-        HeadPruneError: There is one.
+        HeadPruneError: The model holds such a module.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -133,9 +133,9 @@ def _check_visible(model: nn.Module) -> None:
 
 @contextmanager
 def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
-    """Gradients for every parameter (and floating-point buffer) while the context lasts, frozen or not."""
+    """Let every parameter (and, with ``buffers``, every floating-point buffer) require gradients while the context lasts."""
     renewed(model)
-    # By place: a hook of accelerate puts other tensors there whenever a module runs.
+    # By module and name, since accelerate's hooks replace the tensors whenever a module runs.
     places: list[tuple[Any, str]] = [(m._parameters, n) for m in model.modules() for n in m._parameters]
     places += [(m._buffers, n) for m in model.modules() for n in m._buffers] if buffers else []
     held = [(own, name, own[name]) for own, name in places if own[name] is not None]
@@ -153,10 +153,10 @@ def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
 
 @contextmanager
 def _materialised(model: nn.Module) -> Iterator[None]:
-    """Random tensors on the CPU in the place of a model's meta tensors while the context lasts, but for those that accelerate loads.
+    """Replace a model's meta tensors by random CPU tensors while the context lasts, except those that accelerate loads.
 
-    Tracing needs a model's structure, not its weights. A large parameter is a view of a short random vector, in which every entry lies many
-    times: drawing billions of numbers would take minutes, and more memory than there is.
+    Tracing needs a model's structure, not its weights. A large parameter becomes a strided view of a short random vector, whose entries
+    it repeats: drawing billions of numbers would take minutes and too much memory.
     """
     generator, known = torch.Generator().manual_seed(0), dict[int, Tensor]()
 
@@ -178,10 +178,10 @@ def _materialised(model: nn.Module) -> Iterator[None]:
 
 
 def _numbers(meta: Tensor, generator: torch.Generator) -> Tensor:
-    """What takes the place of a meta tensor."""
+    """The CPU tensor that replaces a meta tensor."""
     shape, dtype = meta.shape, meta.dtype
     if not meta.is_floating_point():
-        # Positions and indices: zero always exists. Masks: every token is visible.
+        # Positions and indices: zero is always valid. Masks: every token is visible.
         return torch.full(shape, dtype in (torch.bool, torch.uint8), dtype=dtype)
     if meta.ndim < 2:
         numbers = torch.rand(shape, generator=generator).to(dtype) + 0.5

@@ -1,4 +1,4 @@
-"""Sets of features for each head, and how they are read off small autograd graphs."""
+"""Sets of features per head, and helpers that read them from small autograd graphs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Key = TypeVar("Key", str, tuple[str, int], str | int)
 
 
 class Uses:
-    """Which entries of parameters and buffers each head reads, along every dimension."""
+    """The entries of parameters and buffers that each head reads, along every dimension."""
 
     def __init__(self, heads: int) -> None:
         self.heads = heads
         self.entries: dict[tuple[str, int], list[set[int]]] = {}
 
     def add(self, head: int, name: str, gradient: Tensor) -> None:
-        """Add what a head reads of a tensor: the entries for which its gradient is not zero."""
+        """Add the entries of a tensor that a head reads: those where the gradient is not zero."""
         for dim in range(gradient.ndim):
             self.entries.setdefault((name, dim), empty_sets(self.heads))[head] |= nonzero(gradient.movedim(dim, -1))
 
     def merge_into(self, tables: dict[tuple[str, int], list[set[int]]]) -> None:
-        """Add the dimensions along which every head reads entries that not all heads read."""
+        """Add to ``tables`` the dimensions along which every head reads entries that are not common to all heads."""
         for key, heads in self.entries.items():
             shared = set.intersection(*heads)
             if self.heads > 1 and all(h - shared for h in heads):
@@ -32,12 +32,12 @@ class Uses:
 
 
 def empty_sets(heads: int) -> list[set[int]]:
-    """No features for any head, to begin with."""
+    """An empty set of features for each head."""
     return [set() for _ in range(heads)]
 
 
 def is_matrix(weight: Tensor) -> bool:
-    """Whether a weight is ``[out, in]``, or that of a convolution with a kernel of 1."""
+    """Whether a weight is a matrix ``[out, in]``, or a convolution's with kernel size 1."""
     return weight.ndim >= 2 and set(weight.shape[2:]) <= {1}
 
 
@@ -63,7 +63,7 @@ def users_of(features: Sequence[set[int]]) -> dict[int, frozenset[int]]:
 
 
 def sharing(rows: Sequence[Sequence[set[int]]], heads: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of heads that share features with each other but not with all others; () where none do."""
+    """The groups of heads that share features within the group, but not with all heads; () if there are none."""
     group = {h: frozenset({h}) for h in range(heads)}
     for features in rows:
         for together in {users for users in users_of(features).values() if len(users) < heads}:
@@ -74,10 +74,10 @@ def sharing(rows: Sequence[Sequence[set[int]]], heads: int) -> tuple[tuple[int, 
 
 
 def filled(features: list[set[int]], size: int) -> list[set[int]]:
-    """Each head's features with their gaps filled: features that an activation made zero for every token of the example.
+    """Each head's features with gaps filled, which arise if an activation is zero for every token of the example.
 
-    A feature that no head seems to use belongs to the heads on both sides of it, if those are the same; and where every head
-    has its own block of ``size / heads`` features, to the head of that block. If this guess is wrong, the proof fails.
+    If every head has its own block of ``size / heads`` features, an unused feature belongs to the head of its block. Otherwise
+    it belongs to the heads on both sides of it, if they are the same. If this guess is wrong, the proof fails.
     """
     users = users_of(features)
     if len(users) in (0, size):
@@ -94,21 +94,21 @@ def filled(features: list[set[int]], size: int) -> list[set[int]]:
 
 
 def merge(into: dict[Key, list[set[int]]], rows: Mapping[Key, list[set[int]]]) -> None:
-    """Add each head's features to those that are known."""
+    """Add each head's features in ``rows`` to those in ``into``."""
     for key, heads in rows.items():
         known = into.get(key, empty_sets(len(heads)))
         into[key] = [old | new for old, new in zip(known, heads, strict=True)]
 
 
 def nonzero(gradient: Tensor) -> set[int]:
-    """The indices of the last dimension that are not zero everywhere."""
+    """The indices of the last dimension at which ``gradient`` has a non-zero entry."""
     gradient = gradient.detach() if gradient.element_size() > 1 else gradient.detach().float()  # float8 is for storage
     flat = gradient.nan_to_num().reshape(-1, gradient.shape[-1])
     return set((flat != 0).any(dim=0).nonzero().flatten().tolist())
 
 
 def memory(tensor: Tensor) -> int:
-    """Where a tensor's numbers lie; the object itself for a meta tensor, which has none."""
+    """A tensor's memory address; for a meta tensor, which has no memory, the object's id."""
     return id(tensor) if tensor.device.type == "meta" else tensor.data_ptr()
 
 
@@ -125,7 +125,7 @@ def nodes_of(tensor: Tensor | None) -> dict[Any, None]:
 
 
 def leaves_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors where a tensor's autograd graph starts."""
+    """The leaf tensors of a tensor's autograd graph."""
     if tensor.is_leaf:
         return [tensor] if tensor.requires_grad else []
     return [node.variable for node in nodes_of(tensor) if hasattr(node, "variable")]

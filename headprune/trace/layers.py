@@ -1,4 +1,4 @@
-"""From a traced forward to the attention layers: which features belong to which head, and what can be cut."""
+"""Build the attention layers from a traced forward pass: which features belong to which head, and what can be cut."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from headprune.trace.tracer import Tracer
 
 
 def read_layers(trace: Tracer) -> list[AttentionLayer]:
-    """One layer for each attention module; several, where one module computes attention from several projections."""
+    """One layer per attention module, or several if a module computes several attentions from different projections."""
     unique: dict[str, list[AttentionCall]] = {}
     for attention in trace.attentions:
         _settle_output(trace, attention)
         if not attention.fused and not attention.output and not attention.rows:
-            continue  # a softmax that is no attention, such as a router's
+            continue  # a softmax without attention, such as a router's
         others = any(a.pairwise and a.module == attention.module for a in trace.attentions)
         if not attention.pairwise and (others or not disjoint(attention.columns)):
-            continue  # over channels, streams or a convolution's taps
+            continue  # a softmax over channels, streams or a convolution's taps
         known = unique.setdefault(attention.module, [])
         if same := next((a for a in known if a.rows == attention.rows), None):
             if (same.output, same.columns) != (attention.output, attention.columns):
@@ -39,13 +39,13 @@ def read_layers(trace: Tracer) -> list[AttentionLayer]:
 
 
 def _reach_the_same(one: AttentionCall, other: AttentionCall) -> bool:
-    """Whether the heads of two computations in one module reach the same columns of W_O, as differential attention's do."""
+    """Whether the heads of two attentions in one module reach the same columns of W_O, as in differential attention."""
     places = [(a.output, a.output_dim, a.columns) for a in (one, other)]
     return bool(one.output) and not one.reason + other.reason and places[0] == places[1] and disjoint(one.columns)
 
 
 def _settle_output(trace: Tracer, attention: AttentionCall) -> None:
-    """Decide what the output projection of an attention is, or why it has none whose inputs can be cut."""
+    """Decide which module is an attention's output projection, or why there is none whose input columns can be cut."""
     if attention.returned and (not disjoint(attention.columns) or attention.leak or trace.reader.adds_more(attention)):
         attention.output, attention.columns = attention.module, attention.returned
         attention.concatenated, attention.output_dim, attention.reason = True, -1, ""
@@ -105,8 +105,8 @@ def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> 
 
 
 def _projections(trace: Tracer, attention: AttentionCall) -> tuple[HeadFeatures, ...]:
-    """Every projection but W_O that holds features of single heads."""
-    # What several layers read, such as a position bias, stays whole.
+    """Every projection but W_O in which single heads have their own features."""
+    # A projection that several layers read, such as a position bias, stays whole.
     others = {module for a in trace.attentions if a.module != attention.module for module in a.rows}
     own: dict[str, list[set[int]]] = {}
     for module, rows in attention.rows.items():
@@ -114,13 +114,13 @@ def _projections(trace: Tracer, attention: AttentionCall) -> tuple[HeadFeatures,
             rows = filled(rows, trace.records[module].size_out)
             shared = (
                 set.intersection(*rows) if len(rows) > 1 else set()
-            )  # by all heads (MQA, latent attention): it stays
+            )  # features of all heads (MQA, latent attention) stay
             own[module] = [features - shared for features in rows]
     return tuple(HeadFeatures(module, _sorted(rows)) for module, rows in own.items() if any(rows))
 
 
 def _values(trace: Tracer, attention: AttentionCall) -> HeadFeatures | None:
-    """The one value projection, if there is one in which every head has features."""
+    """The value projection, if there is exactly one and every head has features in it; otherwise None."""
     if len(attention.value_rows) != 1:
         return None
     ((module, rows),) = attention.value_rows.items()
@@ -129,9 +129,10 @@ def _values(trace: Tracer, attention: AttentionCall) -> HeadFeatures | None:
 
 
 def _kv_heads(attention: AttentionCall, groups: tuple[tuple[int, ...], ...]) -> int:
-    """Key/value heads: one a group; one in all, where all heads read the same values (MQA).
+    """Number of key/value heads: one per group; one in all if all heads read the same values (MQA).
 
-    Features alone do not say it: of a gate over all heads, or of values through a convolution, all heads read the same too.
+    Shared features alone do not show shared values: all heads also read the same features of a gate over all heads, or of a
+    convolution of the values.
     """
     heads, same = len(attention.heads), attention.same_values or [0] * len(attention.heads)
     if groups:
@@ -141,8 +142,8 @@ def _kv_heads(attention: AttentionCall, groups: tuple[tuple[int, ...], ...]) -> 
 
 
 def _tables(trace: Tracer, attention: AttentionCall) -> tuple[HeadTable, ...]:
-    """Parameters and buffers of the attention module with entries of their own for each head."""
-    # A layer that runs several times reads its tables each time; one that other layers read too must stay whole.
+    """Parameters and buffers of the attention module that have separate entries for each head."""
+    # A layer that runs several times reads its tables each time. A table that other layers read too must stay whole.
     others = [a for a in trace.attentions if a.module != attention.module or a.output != attention.output]
     return tuple(
         HeadTable(name, dim, _sorted(filled(indices, trace.shape[name][dim])))
@@ -154,7 +155,7 @@ def _tables(trace: Tracer, attention: AttentionCall) -> tuple[HeadTable, ...]:
 
 
 def _bypass(trace: Tracer, attention: AttentionCall, kind: str) -> str:
-    """How the layer is taken out when all of its heads go (`AttentionLayer.bypass`)."""
+    """How to remove the layer when all of its heads are pruned (`AttentionLayer.bypass`)."""
     if is_ours(trace.modules[attention.module], MultiheadAttention):
         return "slice"
     seen = trace.records[attention.module]
@@ -169,7 +170,7 @@ def _sorted(rows: Sequence[set[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def _counting(trace: Tracer, attention: AttentionCall) -> list[str]:
-    """Modules that may count the heads: the attention module and those inside, but no layers with weights of their own."""
+    """Modules whose integers may count the heads: the attention module and those inside it that hold no weight matrices."""
     inside = [n for n in trace.modules if is_inside(n, attention.module)]
     if not attention.module or any(a.module != attention.module and a.module in inside for a in trace.attentions):
         inside = [n for n in attention.running if n in inside]
@@ -187,7 +188,7 @@ def _uncuttable(
     """Why the weights of this layer cannot be cut, or "".
 
     Args:
-        cut: The parts whose weights would be: projections, and ``output`` unless the heads are returned side by side.
+        cut: The parts to cut: projections, and ``output`` unless the module returns its heads side by side.
     """
     matrices = any(len(trace.shape[t.name]) > 1 for t in tables)
     if not (any(part is not output for part in cut) or matrices or attention.selections):
@@ -215,7 +216,7 @@ def _uncuttable(
 
 
 def _can_be_cut(weight: Tensor) -> bool:
-    """Whether rows can be taken out of a weight: not out of most that hold scales beside their numbers."""
+    """Whether rows can be selected from a weight; most quantised tensors, which hold scales beside their numbers, do not allow it."""
     if _is_byte_float(weight):
         return False
     try:
@@ -226,12 +227,12 @@ def _can_be_cut(weight: Tensor) -> bool:
 
 
 def _is_byte_float(weight: Tensor) -> bool:
-    """Whether numbers are of 8 bits, a type to store and not to compute in."""
+    """Whether a weight is of an 8-bit float type, which is for storage only."""
     return weight.is_floating_point() and weight.element_size() == 1
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has no packed numbers, as quantised layers have."""
+    """Whether a module has only plain weights, no packed integers or 8-bit floats as in quantised layers."""
     held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     packed = (torch.int8, torch.uint8, torch.int32)
     return not any(t.numel() > 1 and (t.dtype in packed or _is_byte_float(t)) for t in held)
@@ -242,7 +243,7 @@ def _unsliceable(name: str, module: nn.Module) -> str:
 
 
 def _idle(trace: Tracer, attention: AttentionCall, part: HeadFeatures, side: str) -> str:
-    """A module that did not run, but stands beside a projection and is as wide; "" if there is none."""
+    """A module beside a projection that did not run and has its width, such as an inactive adapter; "" if there is none."""
     record = trace.records[part.module]
     beside, _, _ = part.module.rpartition(".")
     wrapper = beside and not f"{attention.module}.".startswith(f"{beside}.")  # LoRA's, not the attention module itself
@@ -255,7 +256,7 @@ def _idle(trace: Tracer, attention: AttentionCall, part: HeadFeatures, side: str
 
 
 def _as_wide(module: nn.Module, width: int, side: str) -> bool:
-    """Whether a module seems to have weights for as many inputs or outputs."""
+    """Whether a module seems to have ``width`` inputs or outputs, by the shapes of its weights."""
     shapes = [parameter.shape[:2] for parameter in module.parameters(recurse=False)]
     if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
         shapes = [shape if len(shape) < 2 else shape[:1] if side == "out" else shape[1:] for shape in shapes]
@@ -263,7 +264,7 @@ def _as_wide(module: nn.Module, width: int, side: str) -> bool:
 
 
 def _wrapper(attention: AttentionCall) -> str:
-    """The module that holds both W_O and what the heads reach past it; "" if there is none."""
+    """The module that holds both W_O and another module that the heads reach past it, as LoRA's does; "" if there is none."""
     if not attention.leak or attention.reason:
         return ""
     parts = (attention.output, attention.leak)
@@ -271,14 +272,14 @@ def _wrapper(attention: AttentionCall) -> str:
 
 
 def _gate(trace: Tracer, attention: AttentionCall) -> HeadFeatures | None:
-    """The first module between the attention and W_O that still has the heads apart."""
+    """The first module between the attention and W_O whose input still keeps the heads separate."""
     if len(attention.heads) < 2:
         return None
     calls = sum(a.module == attention.module for a in trace.attentions)
     nodes = nodes_of(attention.source)
     for name, tensor in attention.between:
-        # A module that is called on other data too, such as a dropout, would gate that as well; one that W_O does not
-        # depend on would gate nothing.
+        # A gate at a module that is also called on other data, such as a dropout, would change that data too; one at a
+        # module that W_O does not depend on would have no effect.
         record = trace.records[name]
         off = attention.wrapper != name and (record.output is None or record.output.grad_fn not in nodes)
         if off or record.calls > calls or not any(leaf is attention.result for leaf in leaves_of(tensor)):
@@ -291,7 +292,7 @@ def _gate(trace: Tracer, attention: AttentionCall) -> HeadFeatures | None:
 
 
 def _keeps_zeros(trace: Tracer, attention: AttentionCall, gate: HeadFeatures) -> bool:
-    """Whether the module of a gate, a norm over all heads before W_O, maps the zeros of masked heads to zeros."""
+    """Whether the gate's module, a norm over all heads before W_O, maps the zeros of masked heads to zeros."""
     module, width = trace.modules[gate.module], dict(attention.between)[gate.module].shape[-1]
     entries = sum(map(len, gate.features))
     if gate.dim != -1 or entries != trace.records[attention.output].size_in or gate.module == attention.output:
@@ -299,22 +300,22 @@ def _keeps_zeros(trace: Tracer, attention: AttentionCall, gate: HeadFeatures) ->
     held = next(module.parameters(), None)
     loads = held is not None and held.is_meta and hook_of(module) is not None
     if held is not None and held.is_meta and not loads:
-        return True  # nothing can be tried here, nor pruned
+        return True  # a meta model can be neither tested nor pruned
     try:
         with torch.no_grad():
             probe = torch.linspace(-1, 2, width).repeat(2, 1)
             probe[:, list(gate.features[0])] = 0.0
             given = probe if held is None else probe.to("cpu" if loads else held.device, held.dtype)
-            out = module.forward(given)  # itself: an earlier prune left hooks that place and select
+            out = module.forward(given)  # without hooks: an earlier prune's would change the width
             return bool(out.shape == given.shape and ((out == 0) == (given == 0).to(out.device)).all())
-    except Exception:  # it takes something else
+    except Exception:  # the module takes another input
         return False
 
 
 def _head_arguments(trace: Tracer, attention: AttentionCall) -> tuple[HeadArgument, ...]:
-    """Arguments of the attention module with something for each head."""
+    """Arguments of the attention module that hold separate entries for each head."""
     heads = len(attention.heads)
-    hidden = {id(call.source) for call in trace.calls.values()}  # what is projected is no bias
+    hidden = {id(call.source) for call in trace.calls.values()}  # a projection's input is no bias
     arguments = []
     for key, tensor in trace.records[attention.module].biases.items():
         read = attention.arguments.get(key, [set[int]()])
@@ -352,13 +353,13 @@ def _separable(attention: AttentionCall) -> str:
 
 
 def _groups(attention: AttentionCall) -> tuple[tuple[int, ...], ...]:
-    """Key/value groups: the heads that share features with some others but not with all; () where none do."""
+    """Key/value groups: heads that share features with each other but not with all heads; () if there are none."""
     rows = [*attention.rows.values(), *attention.selections.values()]
     return sharing([own for own in rows if overlap(own)], len(attention.heads))
 
 
 def _has_other_weights(modules: dict[str, nn.Module], attention: AttentionCall) -> bool:
-    """Whether a stub would remove more than attention: parameters besides the projections."""
+    """Whether the attention module has parameters besides the projections, which a stub would lose."""
     below = set(attention.rows) | {attention.output}
     inside = modules[attention.module].named_modules(prefix=attention.module)
     return any(n not in below and any(True for _ in module.parameters(recurse=False)) for n, module in inside)

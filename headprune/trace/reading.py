@@ -1,4 +1,4 @@
-"""What each head depends on: derivatives in the small graphs between linear layers."""
+"""Find what each head depends on, by derivatives in the small autograd graphs between linear layers."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from headprune.trace.features import Uses, alike, disjoint, empty_sets, leaves_o
 from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, Rows
 
 Source = TypeVar("Source")
-_MOST_SLICES = 2048  # of (batch * heads, …), each of which is differentiated
+_MOST_SLICES = 2048  # of (batch * heads, …): each needs a backward pass
 
 
 class Reader:
     """Finds which features, tables and arguments each head reads.
 
     Args:
-        calls: Calls of linear layers so far, by the id of the leaf that stands for their output; it may grow.
+        calls: Calls of linear layers so far, by the id of the leaf tensor that replaces their output; it may grow.
         names: Names of parameters and buffers, by id.
     """
 
     def __init__(self, calls: Mapping[int, LinearCall], names: dict[int, str]) -> None:
         self.calls, self.names = calls, names
         self.generator = torch.Generator().manual_seed(0)
-        self.known: list[tuple[Tensor, HeadSlices, Rows]] = []  # what `rows` has found for this attention
+        self.known: list[tuple[Tensor, HeadSlices, Rows]] = []  # cache of `rows` for the current attention
 
     def forget(self) -> None:
-        """Drop what `rows` has found for the last attention: the next one begins."""
+        """Clear the cache of `rows`, before the next attention."""
         self.known = []
 
     def heads_in(self, tensor: Tensor) -> HeadSlices | None:
-        """Where the heads of queries or scores are; None if they cannot be told apart."""
+        """Find the heads in a tensor of queries or scores; None if they cannot be told apart."""
         if tensor.ndim >= 4:
             if not tensor.shape[1]:
                 return None
             heads = HeadSlices.along(1, tensor.shape[1])
-            # (batch, tokens, heads, …), as in sliding windows and deformable attention: all tokens read the same features.
+            # In (batch, tokens, heads, …), as in sliding windows and deformable attention, dimension 1 reads the same features.
             rows = self.rows(tensor, heads) if len(heads) > 1 else {}
             if len(heads) == 1 or (rows and all(map(alike, rows.values()))):
                 few = (HeadSlices.along(d, n) for d, n in enumerate(tensor.shape[:-1]) if d > 1 and 1 < n <= 256)
@@ -46,7 +46,7 @@ class Reader:
             return heads
         if tensor.ndim != 3 or not tensor.requires_grad or tensor.shape[0] > _MOST_SLICES:
             return None
-        # (batch * heads, …): slices that read the same features of the projections are one head.
+        # In (batch * heads, …), slices that read the same features of the projections belong to one head.
         each = HeadSlices(0, tuple((i,) for i in range(tensor.shape[0])))
         rows = self.rows(tensor, each)
         groups: dict[frozenset[tuple[str, int]], list[int]] = {}
@@ -58,10 +58,10 @@ class Reader:
         return HeadSlices(0, tuple(tuple(g) for g in groups.values()))
 
     def compares_tokens(self, row: Tensor) -> bool:
-        """Whether a query's scores ``[keys]`` depend on several tokens, as a softmax of queries with keys does."""
+        """Whether one query's scores ``[keys]`` depend on several tokens, as those of query-key attention do."""
         leaves = [leaf for leaf in leaves_of(row) if id(leaf) in self.calls and leaf.ndim > 1]
         if not leaves or len(row) < 2:
-            return True  # nothing shows that they do not
+            return True  # no evidence against it
         gradients = torch.autograd.grad(row, leaves, self._noise(row), retain_graph=True, allow_unused=True)
         along = [self.calls[id(leaf)].dim for leaf in leaves]
         moved = [g.movedim(dim, -1) for g, dim in zip(gradients, along, strict=True) if g is not None]
@@ -69,16 +69,13 @@ class Reader:
         return max(tokens, default=2) > 1
 
     def _have_own_rows(self, tensor: Tensor, heads: HeadSlices) -> bool:
-        """Whether heads read features of their own in some projection (a group's are the same), as tokens do not where a router or
-        a ReLU leaves each of them other features."""
+        """Whether heads, or key/value groups, read disjoint features of some projection. Tokens do not, even if a router or a ReLU
+        makes them read different features."""
         each = [{frozenset(r) for r in features} for features in self.rows(tensor, heads).values()]
         return any(len(sets) > 1 and disjoint([set(s) for s in sets]) for sets in each)
 
     def rows(self, tensor: Tensor, heads: HeadSlices) -> Rows:
-        """Which features of which projection each head of ``tensor`` depends on.
-
-        The same question comes several times for one attention's queries and keys; it is answered once.
-        """
+        """The features of each projection that each head of ``tensor`` depends on; cached until `forget`."""
         if (rows := next((r for t, h, r in self.known if t is tensor and h == heads), None)) is None:
             rows = {}
             sources = [(self.calls[id(leaf)], leaf) for leaf in leaves_of(tensor) if id(leaf) in self.calls]
@@ -97,13 +94,13 @@ class Reader:
     ) -> Rows:
         """Record in ``attention`` what each head of its queries, keys, values or scores reads; returns the features of projections.
 
-        Beside these: parameters and buffers in which each head has entries of its own; norms over all heads, modules in the attention
-        whose output has the heads apart, though their input has not; and features of the attention module's arguments, if not
-        through a projection.
+        Also records parameters and buffers with separate entries for each head; norms over all heads (modules in the attention whose
+        output keeps the heads separate, although their input does not); and features of the attention module's arguments that heads
+        read other than through a projection.
 
         Args:
             mixers: Outputs of modules that may be such norms.
-            given: The arguments.
+            given: The attention module's arguments.
         """
         rows = self.rows(tensor, heads)
         merge(attention.rows, rows)
@@ -116,7 +113,7 @@ class Reader:
             *((("norm", n), t) for n, t in mixed.items() if n.startswith(attention.prefix) and n not in projections),
             *(
                 (("argument", key), t)
-                for key, t in (given or {}).items()  # the output of a projection is cut at that projection
+                for key, t in (given or {}).items()  # a projection's output is cut in that projection
                 if t.grad_fn in nodes and not any(id(leaf) in self.calls for leaf in leaves_of(t))
             ),
         ]
@@ -137,7 +134,7 @@ class Reader:
     def _gradients(
         self, tensor: Tensor, heads: HeadSlices, sources: Sequence[tuple[Source, Tensor]]
     ) -> Iterator[tuple[int, Source, Tensor]]:
-        """Differentiate each head's part of ``tensor``: (head, source, gradient) for every source that it depends on."""
+        """Differentiate each head's part of ``tensor``; yields (head, source, gradient) for every source that it depends on."""
         by = [t for _, t in sources]
         for h in range(len(heads) if sources else 0):
             part = heads.take(tensor, h)
@@ -147,7 +144,7 @@ class Reader:
                     yield h, source, gradient
 
     def columns_of(self, attention: AttentionCall, source: Tensor, dim: int = -1) -> list[set[int]]:
-        """The features of ``source`` along ``dim`` that each head's result reaches."""
+        """The features of ``source`` along ``dim`` that depend on each head's result."""
         forward, heads, columns = _derivative(source, attention.result), attention.heads, []
         for h in range(len(heads)):
             tangent = torch.zeros_like(attention.result)
@@ -156,9 +153,10 @@ class Reader:
         return columns
 
     def same_values(self, attention: AttentionCall, columns: list[set[int]], source: Tensor) -> list[int]:
-        """For each head of eager attention, the first that reads the same values, up to a gate; ``columns`` of ``source`` are its.
+        """For each head of eager attention, the first head that reads the same values, up to a gate.
 
-        Of the same weights over the keys the same values make the same. So of two draws of them; whatever is multiplied later cancels.
+        All heads get the same random attention weights, twice. Heads with the same values give the same outputs in ``columns`` of
+        ``source``; in the ratio of the two outputs, a later multiplication such as a gate cancels.
         """
         forward, heads = _derivative(source, attention.result), attention.heads
         outputs = []
@@ -179,9 +177,9 @@ class Reader:
         return [next(i for i, first in enumerate(parts) if first is part or equal(first, part)) for part in parts]
 
     def adds_more(self, attention: AttentionCall) -> bool:
-        """Whether something, such as a residual, is added to the heads before what was taken for their W_O reads them.
+        """Whether something, such as a residual, is added to the heads before the module that was taken for W_O.
 
-        Only asked where the module returns its heads side by side: nothing but weights and gates should come in between.
+        Only used if the attention module returns its heads side by side: then only weights and gates may come in between.
         """
         source = attention.source
         if source is None or not source.requires_grad:
@@ -195,7 +193,7 @@ class Reader:
     def note_values(
         self, attention: AttentionCall, columns: list[set[int]], source: Tensor, leaves: list[Tensor]
     ) -> None:
-        """Note what else the heads' features of ``source`` depend on: values of eager attention, gates and scales."""
+        """Record what else the heads' features in ``source`` depend on: values of eager attention, gates and scales."""
         leaves = [leaf for leaf in leaves if leaf is not attention.result and leaf.ndim]
         if not leaves or not disjoint(columns):
             return
@@ -218,20 +216,20 @@ class Reader:
         uses.merge_into(attention.tables)
 
     def _noise(self, like: Tensor) -> Tensor:
-        # Random, since a constant would vanish in a layer norm; away from zero, since zero means "unused".
+        # Random, since a layer norm removes constants; away from zero, since zero means "unused".
         noise = torch.rand(like.shape, generator=self.generator) + 0.5
         return noise.to(like.device, like.dtype)
 
 
 def _derivative(of: Tensor, by: Tensor) -> Callable[[Tensor], Tensor]:
-    """The forward derivative (Jacobian times tangent), by differentiating twice."""
+    """The forward derivative (Jacobian-vector product) of ``of`` with respect to ``by``, by differentiating twice."""
     cotangent = torch.zeros_like(of, requires_grad=True)
     (back,) = torch.autograd.grad(of, by, cotangent, create_graph=True)
     return lambda tangent: torch.autograd.grad(back, cotangent, tangent, retain_graph=True)[0]
 
 
 def _is_causal(blocked: Tensor) -> bool:
-    """Whether every key behind its query is blocked, and not every key before it: of ``[..., queries, keys]``."""
+    """Whether ``blocked`` ``[..., queries, keys]`` blocks all keys after their query, but not all keys before it."""
     tokens = blocked.shape[-2]
     blocked = blocked[..., :tokens]
     behind = torch.ones(tokens, tokens, dtype=torch.bool, device=blocked.device).triu(1)
@@ -239,13 +237,13 @@ def _is_causal(blocked: Tensor) -> bool:
 
 
 def is_causal_mask(mask: Tensor | None) -> bool:
-    """Whether a boolean or additive mask blocks every key behind its query."""
+    """Whether a boolean or additive mask blocks every key after its query."""
     if mask is None or mask.shape[-1] != mask.shape[-2]:
         return False
     return _is_causal(~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2)
 
 
 def are_causal(probabilities: Tensor) -> bool:
-    """Whether every query gives probability 0 to all keys behind it; an attention sink is one key more."""
+    """Whether every query gives probability 0 to all keys after it; an attention sink adds one key."""
     queries, keys = probabilities.shape[-2:]
     return keys in (queries, queries + 1) and _is_causal(probabilities == 0)

@@ -1,4 +1,4 @@
-"""What a traced forward records of each module, linear layer and attention."""
+"""Records of a traced forward pass: modules, calls of linear layers, and attentions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headprune.trace.features import merge, nonzero, overlap
 
 @dataclass(frozen=True)
 class HeadSlices:
-    """Where the heads are in a tensor: ``indices[h]`` of dimension ``dim``.
+    """Where the heads are in a tensor: head h has ``indices[h]`` of dimension ``dim``.
 
-    Four-dimensional attention has the heads in dimension 1; three-dimensional attention
-    (batch * heads, tokens, …), as OPT's time and D2L wrote it, mixes them with the batch in dimension 0.
+    Four-dimensional attention has the heads in dimension 1. Three-dimensional attention (batch * heads, tokens, …),
+    as in older code (OPT, D2L), has them in dimension 0, together with the batch.
     """
 
     dim: int
@@ -27,7 +27,7 @@ class HeadSlices:
         return cls(dim, tuple((h,) for h in range(count)))
 
     def repeated(self, size: int) -> HeadSlices:
-        """The same heads in a tensor that has ``size`` of them, each shared by several (grouped keys and values)."""
+        """The same heads in a tensor of ``size`` grouped key/value heads, each of which several heads share."""
         repeat = max(1, len(self) // size) if self.dim == 1 else 1
         return HeadSlices(self.dim, tuple(tuple(i // repeat for i in index) for index in self.indices))
 
@@ -49,17 +49,18 @@ Rows = dict[str, list[set[int]]]
 
 @dataclass
 class ModuleRecord:
-    """What a traced forward shows of one module; of its last call, where nothing else is said.
+    """A module in the traced forward pass; attributes describe its last call unless they say otherwise.
 
     Attributes:
+        calls: Number of calls.
         inputs: Every tensor in its arguments.
         biases: Arguments that may be a bias or mask, by key or position.
-        cached: Whether it was given a cache, in any call.
+        cached: Whether any call was given a cache.
         arity: Length of the tuple that it returns, 0 for a tensor; None if a stub cannot return the same.
-        returned: The linear layer whose output it returned, unchanged but for its shape.
-        output: What it returned on the way from an attention to W_O.
-        mixed: What it returned, if it has one-dimensional parameters: a norm may mix the heads.
-        size_in, size_out: Of a linear layer, its input's and its output's features.
+        returned: The linear layer whose output it returned, perhaps reshaped; "" if none.
+        output: Its output, if it was called between an attention and W_O.
+        mixed: Its output, if it has one-dimensional parameters: it may be a norm that mixes the heads.
+        size_in, size_out: A linear layer's number of input and output features.
     """
 
     calls: int = 0
@@ -81,8 +82,8 @@ class LinearCall:
     Attributes:
         module: The layer.
         source: Its input.
-        leaf: Its output, as the start of a new graph.
-        dim: The dimension of its features: 1 for a convolution.
+        leaf: Its output, as the leaf of a new autograd graph.
+        dim: The dimension of the features: 1 for a convolution.
     """
 
     module: str
@@ -91,7 +92,7 @@ class LinearCall:
     dim: int = -1
 
     def features(self, gradient: Tensor) -> set[int]:
-        """The features of its output for which a gradient is not zero."""
+        """The output features at which a gradient is not zero."""
         return nonzero(gradient.movedim(self.dim, -1))
 
 
@@ -101,28 +102,28 @@ class AttentionCall:
 
     Attributes:
         module: The attention module.
-        running: Modules that run at the call, outermost first.
-        result: The start of a new graph: the attended values (fused), or the probabilities.
+        running: Modules that run at the time of the call, outermost first.
+        result: The leaf of a new autograd graph: the attended values (fused), or the probabilities.
         heads: Where the heads are in ``result``.
-        causal: Whether every token sees only those before it.
+        causal: Whether every token attends only to earlier tokens and itself.
         fused: Whether it is `scaled_dot_product_attention`, not a softmax.
-        tokens: Queries; with one, no direction can be seen.
-        rows: What each head depends on: features of all projections.
-        query_rows, value_rows: The same for queries, and for values.
-        same_values: For each head, the first that reads the same values.
-        selections: Features of modules over all heads, such as a norm of the queries.
+        tokens: Number of queries; a single one does not show whether attention is causal.
+        rows: Features of all projections that each head depends on.
+        query_rows, value_rows: The same, only through queries, and only through values.
+        same_values: For each head, the first head that reads the same values.
+        selections: Each head's output features of modules over all heads, such as a norm of the queries.
         tables: (tensor, dim) -> head -> entries.
         arguments: Argument of the module -> head -> features.
-        cross: Whether keys come from elsewhere than queries.
-        output: W_O, or what was taken for it.
+        cross: Whether keys are computed from another input than queries.
+        output: The module that is, or is taken for, W_O.
         concatenated: Whether there is no W_O: ``output`` is the attention module itself.
-        columns: Features of W_O's input that each head reaches, along ``output_dim``.
+        columns: Features of W_O's input that depend on each head, along ``output_dim``.
         source: W_O's input.
-        wrapper: A module that holds W_O and what else the result reaches, such as LoRA's.
-        leak: What else the result reaches, past W_O.
-        between: Modules that are called on the way to W_O, with their input.
-        pairwise: Whether scores compare one token with another; not so in a softmax over channels, streams or points.
-        returned: Features of the module's output that each head reaches, if they are separate.
+        wrapper: A module that holds W_O and the ``leak``, such as LoRA's.
+        leak: A module past W_O that the result also reaches.
+        between: Modules called between the attention and W_O, with their inputs.
+        pairwise: Whether scores compare tokens with each other, unlike a softmax over channels, streams or points.
+        returned: Features of the module's output that depend on each head, if they are separate.
         reason: Why heads cannot be removed.
     """
 
@@ -155,17 +156,17 @@ class AttentionCall:
 
     @property
     def prefix(self) -> str:
-        """How the names of the modules inside the attention module begin."""
+        """The name prefix of the modules inside the attention module."""
         return f"{self.module}." if self.module else ""
 
     def absorb(self, other: AttentionCall) -> None:
-        """Add what another computation shows of the same heads."""
+        """Merge the features that another attention call shows for the same heads."""
         for mine, its in (
             (self.rows, other.rows), (self.query_rows, other.query_rows), (self.value_rows, other.value_rows),
             (self.selections, other.selections),
         ):  # fmt: skip
-            # What separate heads of one would share by the other tells of no key/value group: positions may be looked up in the
-            # features of all heads (ProphetNet's second stream).
+            # If heads are separate in one call but would share features with the other's, they are no key/value group: the other may
+            # look up positions in the features of all heads (ProphetNet's second stream).
             for name, rows in its.items():
                 known = mine.get(name, rows)
                 both = [old | new for old, new in zip(known, rows, strict=True)]
@@ -176,17 +177,17 @@ class AttentionCall:
         self.causal, self.leak = self.causal and other.causal, self.leak or other.leak
 
     def mix(self, mixed: Tensor, dim: int) -> None:
-        """Record that all heads' probabilities are mixed into others, as by talking heads: these are what weighs the values.
+        """Record that a linear layer mixes all heads' probabilities into new ones, which then weigh the values (talking heads).
 
         Args:
-            mixed: The others, as the start of a new graph, with the heads along ``dim``.
+            mixed: The new probabilities, as the leaf of a new autograd graph, with the heads along ``dim``.
         """
         self.result, self.heads = mixed, HeadSlices.along(dim % mixed.ndim, mixed.shape[dim])
-        for rows in (self.rows, self.query_rows):  # each of them depends on all queries and keys
+        for rows in (self.rows, self.query_rows):  # every new head depends on all queries and keys
             for module, own in rows.items():
                 rows[module] = [set().union(*own) for _ in range(len(self.heads))]
         self.selections, self.tables, self.arguments, self.between = {}, {}, {}, []
 
     def refuse(self, reason: str) -> None:
-        """Record why the heads cannot be removed, nor masked at W_O's input."""
+        """Record why the heads can be neither removed nor masked at W_O's input."""
         self.reason, self.columns, self.between = reason, [], []

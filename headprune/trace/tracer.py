@@ -1,4 +1,4 @@
-"""One forward of a model, watched: which modules run, and what each head of each attention depends on."""
+"""Trace one forward pass of a model: which modules run, and what each head of each attention depends on."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from headprune.trace.features import disjoint, is_matrix, leaves_of, memory
 from headprune.trace.reading import Reader, are_causal, is_causal_mask
 from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, ModuleRecord, Rows
 
-# Autograd's names of operations that change no number.
+# Autograd's names of operations that change only the shape or strides.
 _SHAPES = ("Clone", "View", "UnsafeView", "Alias", "Transpose", "Permute", "Squeeze", "Unsqueeze", "ReshapeAlias", "T")
 _SDPA = F.scaled_dot_product_attention
 _SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
-_CONV: set[Callable[..., Any]] = {F.conv1d, F.conv2d}  # linear layers over channels, where the kernel is 1 wide
+_CONV: set[Callable[..., Any]] = {F.conv1d, F.conv2d}  # with kernel size 1: linear layers over channels
 _LINEAR: set[Callable[..., Any]] = {F.linear, torch.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__}
-_MOST_BETWEEN = 12  # modules between an attention and W_O that are remembered, at most
+_MOST_BETWEEN = 12  # the most modules between an attention and W_O to record
 
 
 class Tracer(TorchFunctionMode):
-    """Records one forward.
+    """Records one forward pass.
 
     Attributes:
-        attentions: Every computation of attention, in the order of execution.
-        records: What is recorded of every module, by its name.
-        calls: Calls of linear layers, by the id of the leaf that stands for their output.
+        attentions: Every computation of attention, in order of execution.
+        records: A record of every module, by name.
+        calls: Calls of linear layers, by the id of the leaf tensor that replaces their output.
         tensors: Names of parameters and buffers, by id.
-        owner: Modules by the memory of their weights, so that ``weight.T`` is known too.
+        owner: Module names by the memory address of their weights, so that ``weight.T`` is recognised too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,13 +91,13 @@ class Tracer(TorchFunctionMode):
             record.mixed = output
         self._match_concatenation(name, output)
         if isinstance(output, Tensor) and any(name in dict(a.between) for a in self.attentions if not a.output):
-            # A node of its own in the graph, to see whether W_O depends on it.
+            # A new node in the graph, to see whether W_O depends on it.
             record.output = output.view_as(output)
             return record.output
         return None
 
     def _note_loaded(self, given: Any) -> None:
-        """Name parameters that came in just for this call (accelerate), as long as they last."""
+        """Record the names of parameters that accelerate loads for this call, as long as they exist."""
         held = [(m, n, p) for m in reversed(self.running) for n, p in self.modules[m]._parameters.items()]
         for part in given:
             if isinstance(part, nn.Parameter) and id(part) not in self.tensors:
@@ -129,16 +129,16 @@ class Tracer(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _owner(self, weights: list[Tensor]) -> str | None:
-        """The module that one of these belongs to."""
+        """The module that owns one of these weights; None if no module does."""
         owners: list[str] = next((self.owner[memory(w)] for w in weights if memory(w) in self.owner), [])
         for inner in self.running[-1:]:
-            own = self.modules[inner]._parameters.values()  # they may have come in just for this call (accelerate)
+            own = self.modules[inner]._parameters.values()  # accelerate may have loaded them for this call
             if inner in owners or any(w is p for w in weights for p in own):
                 return inner
-        return owners[0] if owners else None  # several, where modules share a weight
+        return owners[0] if owners else None  # modules that share a weight: the first
 
     def _owner_of_experts(self, args: Any) -> str | None:
-        """The running module, if a linear function takes a matrix out of its parameter of several, ``[experts, out, in]``."""
+        """The running module, if the weight is a slice of its parameter ``[experts, out, in]``; otherwise None."""
         base = args[1]._base if len(args) > 1 and isinstance(args[1], Tensor) else None
         inner = self.running[-1] if self.running else ""
         own = self.modules[inner]._parameters.values() if inner else ()
@@ -163,10 +163,10 @@ class Tracer(TorchFunctionMode):
         self.calls[id(leaf)] = LinearCall(owner, source, leaf, dim)
         for attention in mixing:
             attention.mix(leaf, dim)
-        return leaf.clone()  # a copy, since models may write into it
+        return leaf.clone()  # a copy: models may modify it in place
 
     def _mixes_probabilities(self, attention: AttentionCall, source: Tensor, dim: int) -> bool:
-        """Whether a linear layer's input is an attention's probabilities, a feature for each head, before they weigh any values."""
+        """Whether a linear layer's input is an attention's probabilities, one feature per head, before they weigh the values."""
         if attention.fused or attention.output or attention.reason or not source.requires_grad:
             return False
         heads, result = len(attention.heads), attention.result
@@ -178,13 +178,13 @@ class Tracer(TorchFunctionMode):
         return disjoint(columns) and all(len(own) == 1 for own in columns)
 
     def _inside_heads(self, owner: str, source: Tensor) -> bool:
-        """Whether a linear layer works on heads that the same module has split already, as on relative positions."""
+        """Whether a linear layer works on heads that its parent module has already split, as some do for relative positions."""
         outer = [name for name in self.running if name and name != owner]
         calls = [self.calls[id(leaf)].module for leaf in leaves_of(source) if id(leaf) in self.calls]
         return bool(calls and outer) and all(name.startswith(f"{outer[-1]}.") for name in calls)
 
     def _new_attention(self, result: Tensor, heads: HeadSlices | None, **about: Any) -> AttentionCall:
-        """Record a computation of attention by the module that runs now."""
+        """Record an attention computed by the running module."""
         module, heads = self._attention_module(), heads or HeadSlices.along(1, 0)
         attention = AttentionCall(module, tuple(self.running), result, heads, **about)
         self.attentions.append(attention)
@@ -215,12 +215,12 @@ class Tracer(TorchFunctionMode):
         return result.clone()
 
     def _read(self, attention: AttentionCall, tensor: Tensor, heads: HeadSlices, *, are_values: bool = False) -> Rows:
-        """Note what each head of the queries, keys, values or scores depends on; returns the features of projections."""
+        """Record what each head of the queries, keys, values or scores depends on; returns the features of projections."""
         mixed = {n: r.mixed for n, r in self.records.items() if r.mixed is not None and not are_values}
         return self.reader.read(attention, tensor, heads, mixed, self.records[attention.module].biases)
 
     def _on_hidden(self, args: Any, kwargs: Any) -> None:
-        """Attention inside torch's own function, where nothing can be seen: record at least that it is there."""
+        """Record an attention inside torch's ``multi_head_attention_forward``, whose computation is hidden."""
         heads = kwargs.get("num_heads", args[4] if len(args) > 4 else 1)
         why = "it calls torch's multi_head_attention_forward, which hides its heads; declare a stand-in"
         self._new_attention(torch.zeros(0), HeadSlices.along(1, heads), reason=why)
@@ -231,7 +231,7 @@ class Tracer(TorchFunctionMode):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if not out.is_floating_point() or not scores.requires_grad or dim is None:
             return out
-        scores = scores.movedim(dim, -1)  # the keys last, as most write it
+        scores = scores.movedim(dim, -1)  # keys last, as usual
         self.reader.forget()
         heads = self.reader.heads_in(scores)
         if heads is None:
@@ -240,7 +240,7 @@ class Tracer(TorchFunctionMode):
         out = out.movedim(dim, -1)
         result: Tensor = out.detach().requires_grad_()
         attention = self._new_attention(result, heads, causal=are_causal(out), fused=False, tokens=out.shape[-2])
-        # A softmax over another dimension is mostly no attention: it counts where its heads reach a W_O separately.
+        # A softmax over another dimension counts as attention only if its heads reach a W_O separately.
         last = dim in (-1, out.ndim - 1)
         attention.pairwise = last and self.reader.compares_tokens(scores[(0,) * (scores.ndim - 2) + (-1,)])
         attention.query_rows = self._read(attention, scores, heads)
@@ -248,7 +248,7 @@ class Tracer(TorchFunctionMode):
         return result.clone().movedim(-1, dim)
 
     def _note_lone_head(self, scores: Tensor) -> None:
-        """Record attention of one head ``[batch, queries, keys]`` by an entry of a list of modules, as textbooks write a head."""
+        """Record a single-head attention ``[batch, queries, keys]`` of a module in a ModuleList, as textbooks write heads."""
         listed = isinstance(self.modules.get(self._attention_module().rpartition(".")[0]), nn.ModuleList)
         if listed and scores.ndim == 3 and self.reader.compares_tokens(scores[0, -1]):
             heads = HeadSlices(0, (tuple(range(scores.shape[0])),))
@@ -257,7 +257,7 @@ class Tracer(TorchFunctionMode):
             self._read(attention, scores, heads)
 
     def _match_output(self, owner: str, as_module: bool, source: Tensor, dim: int) -> bool:
-        """Take a linear layer for W_O of every attention that its input ``source`` depends on; returns whether there is one."""
+        """Take a linear layer for W_O of every attention that its input ``source`` depends on; returns whether it depends on any."""
         if not self.attentions or not source.requires_grad:
             return False
         matched = False
@@ -278,7 +278,7 @@ class Tracer(TorchFunctionMode):
         return matched
 
     def note_leaks(self, output: Any) -> None:
-        """Note whether heads reach the model's output past their W_O."""
+        """Record which attentions' heads reach the model's output past their W_O."""
         if isinstance(output, Mapping):
             output = {k: v for k, v in output.items() if "attentions" not in k}
         elif isinstance(output, tuple | list):
@@ -289,7 +289,7 @@ class Tracer(TorchFunctionMode):
                 attention.leak = attention.leak or "the model's output"
 
     def _match_concatenation(self, name: str, output: Any) -> None:
-        """Note where the heads are in the output of attention module ``name``: without a W_O, they are gated there."""
+        """Record where the heads are in the output of attention module ``name``: without a W_O, they are masked there."""
         returned = output[0] if isinstance(output, tuple) and output else output
         pending = [a for a in self.attentions if a.module == name and not a.output and not a.reason]
         if not pending or not isinstance(returned, Tensor) or not returned.requires_grad:
@@ -303,7 +303,7 @@ class Tracer(TorchFunctionMode):
                     self.reader.note_values(attention, columns, returned, leaves)
 
     def _returned(self, output: Any) -> str:
-        """The linear layer whose output a module returns, in another shape at most; "" if it returns something else."""
+        """The linear layer whose output a module returns, perhaps reshaped; "" if it returns something else."""
         returned = output[0] if isinstance(output, tuple) and output else output
         node = returned.grad_fn if isinstance(returned, Tensor) else None
         while node is not None and len(node.next_functions) == 1 and node.name().removesuffix("Backward0") in _SHAPES:
@@ -312,17 +312,17 @@ class Tracer(TorchFunctionMode):
         return call.module if call else ""
 
     def _note_sources(self, attention: AttentionCall, *parts: Tensor) -> None:
-        """Note cross-attention: some projections read an argument of the module that no other projection reads."""
+        """Record whether this is cross-attention: no argument of the module is read by all projections of queries and keys."""
         given = {id(t): t for t in self.records[attention.module].inputs}
         sources = [self.calls[id(leaf)].source for part in parts for leaf in leaves_of(part) if id(leaf) in self.calls]
-        # Relative positions are projected from an argument too, but it has no rows of the batch.
+        # Relative positions are also projected from an argument, but one without a batch dimension.
         rows = max((source.shape[0] for source in sources), default=0)
         origins = {frozenset(n for n in self._origins(s, given) if given[n].shape[0] == rows) for s in sources}
         origins.discard(frozenset())
         attention.cross = len(origins) > 1 and not frozenset.intersection(*origins)
 
     def _origins(self, source: Tensor, given: dict[int, Tensor]) -> set[int]:
-        """Which of the arguments ``given`` a projection's input was computed from, perhaps through other projections."""
+        """The arguments in ``given`` from which a projection's input was computed, perhaps through other projections."""
         if id(source) in given:
             return {id(source)}
         computed = [t for t in given.values() if t.requires_grad and source.requires_grad]
@@ -336,7 +336,7 @@ class Tracer(TorchFunctionMode):
         return {name for call in inner for name in self._origins(call.source, given)}
 
     def _attention_module(self) -> str:
-        """The innermost running module that is more than a softmax or dropout: one with parameters."""
+        """The innermost running module that holds a weight matrix, unlike a softmax or dropout module."""
         for name in reversed(self.running):
             module = self.modules[name]
             packed = (b for b in module.buffers() if not b.is_floating_point() and b.dtype != torch.bool)
@@ -346,7 +346,7 @@ class Tracer(TorchFunctionMode):
 
 
 def _arity(output: Any) -> int | None:
-    """Length of the tuple that a module returns, 0 for a tensor; None for more than one tensor, which no stub can return."""
+    """Length of the tuple that a module returns, 0 for a tensor; None for several tensors, which a stub cannot return."""
     if isinstance(output, Tensor):
         return 0
     if type(output) is tuple and output and isinstance(output[0], Tensor) and all(o is None for o in output[1:]):
