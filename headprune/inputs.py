@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError, first_line
-from headprune.offload import execution_device, renewed
+from headprune.offload import execution_device, replace_inference_placeholders
 
 LABELS = ("labels", "start_positions", "end_positions")
 ADDED = ("headprune_dense", "headprune_drawn")  # keys that `headprune.divergence` adds to a batch
@@ -182,7 +182,7 @@ def check_weights(model: nn.Module) -> None:
         HeadPruneError: A weight was created in inference mode, or ``model`` is no model.
     """
     check_model(model)
-    renewed(model)
+    replace_inference_placeholders(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_inference():
             message = f"{name} was made in torch.inference_mode(), and what was cannot be differentiated."

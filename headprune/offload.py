@@ -163,7 +163,7 @@ class Offloaded(Mapping[str, Tensor]):
         return place_of(*self._own[name]) if name in self._own else id(self._plain[name])
 
 
-def renewed(model: nn.Module) -> None:
+def replace_inference_placeholders(model: nn.Module) -> None:
     """Replace placeholders that a hook created in `torch.inference_mode`, which cannot require gradients."""
     with torch.inference_mode(False):
         for module in model.modules():
@@ -176,7 +176,7 @@ def renewed(model: nn.Module) -> None:
 
 def trainable(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The parameters that require gradients, as (module, name), since hooks replace the tensors whenever a module runs."""
-    renewed(model)
+    replace_inference_placeholders(model)
     every = ((module, name, p) for module in model.modules() for name, p in module._parameters.items())
     return [(module, name) for module, name, p in every if p is not None and p.requires_grad]
 
@@ -238,7 +238,7 @@ class _Aligned(OffloadedWeightsLoader):  # type: ignore[misc]
         return value if key in self.state_dict else value.clone()
 
 
-def aligned(model: nn.Module) -> None:
+def make_loaders_copy(model: nn.Module) -> None:
     """Make a model copy weights from files into aligned memory, so that kernels sum in the same order as for other tensors."""
     for loader in _loaders(model):
         if isinstance(loader, OffloadedWeightsLoader):

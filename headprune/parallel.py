@@ -159,7 +159,7 @@ class Ranks:
             try:
                 dist.all_reduce(whole, group=self._group)
             except RuntimeError:
-                raise self._parted() from None
+                raise self._lost_rank_error() from None
             with torch.no_grad():
                 tensor.copy_(whole)
 
@@ -171,7 +171,7 @@ class Ranks:
         """
         if self.size == 1 or isinstance(error, HeadPruneError):
             return error
-        lost = self._parted()
+        lost = self._lost_rank_error()
         return lost if self.gone else error
 
     def agree(self, what: str, value: Callable[[], Any]) -> None:
@@ -232,11 +232,11 @@ class Ranks:
         while meeting.is_alive() and not self.find_lost():
             meeting.join(_LOOK)
         if None in replies:
-            raise self._parted()
+            raise self._lost_rank_error()
         replies[self.rank] = name, value
         return replies
 
-    def _parted(self) -> LostRankError:
+    def _lost_rank_error(self) -> LostRankError:
         """The error to raise when a rank is lost; finds out which."""
         until = time.monotonic() + 1.0  # a process that closed a connection may be about to end
         while not (gone := self.find_lost()) and time.monotonic() < until:

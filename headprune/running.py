@@ -140,7 +140,7 @@ def restorer(parts: Iterable[Any]) -> Callable[[], None]:
 
 
 @contextmanager
-def held(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
+def restoring_dicts(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
     """Restore the content of dicts when the context ends; one callback for all, since a model has thousands."""
     restore = restorer(dicts)
     try:
@@ -190,7 +190,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     # In TorchScript modules, `_buffers` is no dict.
     buffers = [module._buffers for module in modules if isinstance(module._buffers, dict)]
     copies: dict[int, Tensor] = {}
-    with held((*map(vars, modules), *caches, *buffers, *hooks)), ExitStack() as stack:
+    with restoring_dicts((*map(vars, modules), *caches, *buffers, *hooks)), ExitStack() as stack:
         for _, value in every:
             if type(value) is list:
                 stack.callback(value.__setitem__, slice(None), list(value))
@@ -212,7 +212,7 @@ def config_kept(model: nn.Module) -> Iterator[None]:
     """Restore a model's configs afterwards: classifiers set ``problem_type`` when they first compute a loss."""
     every = (getattr(module, "config", None) for module in model.modules())
     configs: dict[int, Any] = {id(c): c for c in every if hasattr(c, "to_dict") and not isinstance(c, type)}
-    with held(map(vars, configs.values())):
+    with restoring_dicts(map(vars, configs.values())):
         yield
 
 

@@ -41,7 +41,7 @@ from headprune.files import write_file
 from headprune.fingerprint import versions
 from headprune.inputs import model_device, move, seeded
 from headprune.parallel import current
-from headprune.running import Progress, evaluating, held, no_progress
+from headprune.running import Progress, evaluating, no_progress, restoring_dicts
 from headprune.store import digest
 
 SAVE_SECONDS = 60.0  # between two checkpoints, at least
@@ -78,7 +78,7 @@ def finetune(
     check_values(options)
     began, device = time.monotonic(), model_device(pruned)
     # Trainer replaces accelerate's state of the process, which decides on devices from then on: restore it afterwards.
-    accelerate_kept = held(kind._shared_state for kind in (PartialState, AcceleratorState, GradientState))
+    accelerate_kept = restoring_dicts(kind._shared_state for kind in (PartialState, AcceleratorState, GradientState))
     with accelerate_kept, seeded(pruned, options.seed), evaluating(dense):
         facts = [versions(), device.type, options, metric, train.batch_size, choose.batch_size]
         folder = work / digest(facts, train.content_hash, choose.content_hash, pruned, dense)

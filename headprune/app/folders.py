@@ -191,7 +191,7 @@ def claimed(
     ranks = current()
     ranks.agree("options", lambda: key)  # different learning rates, say, would not be noticed later
     with ExitStack() as lock:
-        folder = ranks.first("claiming", partial(_take, choose, command, lock))
+        folder = ranks.first("claiming", partial(_choose_and_lock, choose, command, lock))
         keep = False
         try:
             ranks.first("beginning", partial(_begin, folder, key, command, resume, say))
@@ -210,7 +210,7 @@ def claimed(
                 folder.clear_unfinished()
 
 
-def _take(choose: Callable[[], AnyFolder], command: str, lock: ExitStack) -> AnyFolder:
+def _choose_and_lock(choose: Callable[[], AnyFolder], command: str, lock: ExitStack) -> AnyFolder:
     """Choose a folder, and lock it until ``lock`` is closed."""
     while True:
         folder = choose()

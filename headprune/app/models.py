@@ -19,7 +19,7 @@ from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.input_specs import build, of_config, with_own_dtype
 from headprune.inputs import model_device, move
-from headprune.offload import aligned
+from headprune.offload import make_loaders_copy
 
 _BASE, _USUAL = Task("base", "", "text", ""), LoadOptions()
 _MODALITIES = {"pixel_values": "image", "input_values": "audio", "input_features": "audio"}  # by the first input's name
@@ -110,7 +110,7 @@ def load_model(
 
 
 @contextmanager
-def _explained(source: str, problem: str, hint: str) -> Iterator[None]:
+def _translate_errors(source: str, problem: str, hint: str) -> Iterator[None]:
     """Turn any library's exception into one error; code that may not run and damaged weights have their own messages."""
     try:
         yield
@@ -130,7 +130,7 @@ def config_of(source: str, common: dict[str, Any]) -> Any:
     if Path(source).is_dir():
         problem = f"{source} is a folder without a config.json that transformers reads"
         hint = "Pass a folder made by save_pretrained or by headprune."
-    with _explained(source, problem, hint):
+    with _translate_errors(source, problem, hint):
         config = transformers.AutoConfig.from_pretrained(source, **common)
     if not common["trust_remote_code"]:
         checkpoint.check_attention(source, config)
@@ -167,7 +167,7 @@ def _load_dense(
     auto = getattr(transformers, kind.auto_class)
     placing = sources.placing_of(options.device_map, options.device_memory)
     how = {"config": config, "dtype": dtype, **common, **placing}
-    with _explained(source, f"{source} does not load as {kind.auto_class}", "Check --task and the folder."):
+    with _translate_errors(source, f"{source} does not load as {kind.auto_class}", "Check --task and the folder."):
         model, info = auto.from_pretrained(source, output_loading_info=True, **how)
     if missing := sorted(info.get("missing_keys") or []):
         raise HeadPruneError(
@@ -177,7 +177,7 @@ def _load_dense(
         )
     checkpoint.unite_tied(model)
     checkpoint.check_tied(model, source)
-    aligned(model) if placing else model.to(sources.pick_device(options.device))
+    make_loaders_copy(model) if placing else model.to(sources.pick_device(options.device))
     loaded: nn.Module = model
     return loaded
 
@@ -298,7 +298,7 @@ def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
     name, what = _PROCESSORS[kind.modality]
     name = "AutoProcessor" if kind.name == "speech-seq2seq" else name
     hint = f"Put the {what}'s files into the folder (for instance with {what.replace(' ', '_')}.save_pretrained)."
-    with _explained(source, f"{source} has no {what} that loads", hint):
+    with _translate_errors(source, f"{source} has no {what} that loads", hint):
         try:
             processor = getattr(transformers, name).from_pretrained(source, **common)
         except ImportError:

@@ -180,7 +180,7 @@ def narrow(model: nn.Module, dtype: torch.dtype) -> None:
 
     Buffers stay as they are: rotary frequencies must not be rounded.
     """
-    for _, parameter in _narrowed(model, dtype):
+    for _, parameter in _narrowable_weights(model, dtype):
         parameter.data = parameter.data.to(dtype)
 
 
@@ -195,18 +195,18 @@ def widen(model: nn.Module) -> None:
 def holds(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a half precision can represent a model's weights exactly."""
     stored = Offloaded(model)
-    values = (stored.get(name, parameter) for name, parameter in _narrowed(model, dtype))
+    values = (stored.get(name, parameter) for name, parameter in _narrowable_weights(model, dtype))
     return all(bool((p.to(dtype).to(p.dtype) == p).all()) for p in values)
 
 
 def stored_size(model: nn.Module, half: torch.dtype | None = None) -> int:
     """Bytes of a model's weights and saved buffers, shared ones counted once; with ``half``, as after `narrow`."""
-    narrowed = {id(p) for _, p in _narrowed(model, half)} if half else set()
+    narrowed = {id(p) for _, p in _narrowable_weights(model, half)} if half else set()
     saved = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
     return sum(t.numel() * (half.itemsize if half and i in narrowed else t.element_size()) for i, t in saved.items())
 
 
-def _narrowed(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _narrowable_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())

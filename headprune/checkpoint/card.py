@@ -103,7 +103,7 @@ def add_tags(folder: Path, tags: Sequence[str]) -> None:
     card = ModelCard.load(folder / CARD)
     card.data.tags = list(dict.fromkeys((*(card.data.tags or []), *tags)))
     content = str(card)
-    write_file(folder / CARD, _marked(content.rpartition(_MARK.partition("{}")[0])[0]) if ours else content)
+    write_file(folder / CARD, _append_mark(content.rpartition(_MARK.partition("{}")[0])[0]) if ours else content)
 
 
 def code(text: object) -> str:
@@ -204,7 +204,7 @@ def _write(
         base=base if isinstance(base, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) else None,
         source_card=SOURCE_CARD if has_source_card else None,
     )  # fmt: skip
-    write_file(folder / CARD, _marked(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}"))
+    write_file(folder / CARD, _append_mark(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}"))
 
 
 def _layers(heads: Mapping[str, int], removed: Sequence[Mapping[str, Sequence[int]]]) -> list[dict[str, Any]]:
@@ -244,7 +244,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value] if value else []
 
 
-def _marked(content: str) -> str:
+def _append_mark(content: str) -> str:
     return content + _MARK.format(digest(content))
 
 

@@ -19,7 +19,7 @@ from headprune.checkpoint.stock import empty_model
 from headprune.errors import HeadPruneError, first_line
 from headprune.files import read_json, recover_folder
 from headprune.fingerprint import has_identity
-from headprune.offload import aligned, with_numbers
+from headprune.offload import make_loaders_copy, with_numbers
 from headprune.pruned import EmptyAttention, add_biases, add_record, restructure, structure_of
 from headprune.surgery import Removal, remove
 
@@ -72,7 +72,7 @@ def load(
 
         skip = getattr(loaded, "_skip_keys_device_placement", None)
         dispatch_model(loaded, places, offload_index=on_disk or None, offload_dir=offload_folder, skip_keys=skip)
-        aligned(loaded)
+        make_loaders_copy(loaded)
     loaded.eval()
     # Version 0.1 saved other empty tensors for layers without heads.
     other = "structure" not in sidecar and any(isinstance(m, EmptyAttention) for m in loaded.modules())

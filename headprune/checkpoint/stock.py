@@ -116,7 +116,7 @@ def to_stock(model: nn.Module) -> Any:
     why = None
     for candidate in stock_configs(model):
         try:
-            stock = _filled(model, candidate)
+            stock = _build_stock_model(model, candidate)
             prove_same_answers(model, stock)
         except NotStockError as error:
             why = why or error
@@ -354,7 +354,7 @@ def empty_model(cls: Any, config: Any, attention: str | None) -> Any:
             return cls._from_config(config)
 
 
-def _filled(model: Any, target: StockConfig) -> Any:
+def _build_stock_model(model: Any, target: StockConfig) -> Any:
     """An instance of the stock class that shares the pruned model's tensors, and has its mode, devices and trainable parameters.
 
     Raises:

@@ -93,7 +93,7 @@ def decoder_of(model: Any) -> Decoder:
     if not torch.allclose(factors, torch.ones_like(factors), rtol=1e-5):
         decoder.tensors["rope_freqs.weight"] = factors
     for index in range(len(body.layers)):
-        _count(decoder, index, constants.get(index))
+        _set_layer_sizes(decoder, index, constants.get(index))
     return decoder
 
 
@@ -215,7 +215,7 @@ def _place(decoder: Decoder, model: Any, layers: int) -> dict[int, Tensor]:
     return constants
 
 
-def _count(decoder: Decoder, index: int, constant: Tensor | None) -> None:
+def _set_layer_sizes(decoder: Decoder, index: int, constant: Tensor | None) -> None:
     """Record one layer's numbers of heads and features; an attention without heads becomes a constant.
 
     Args:

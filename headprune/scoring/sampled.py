@@ -75,7 +75,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
     budget = _budget(problem, replay, sample, began) * heads
     cut = problem.keep if (problem.keep or 0) < heads else None  # no cut if all heads are kept
     share = 1.0 if cut is None else _FIRST
-    sample = _grown(problem, replay, sample, torch.full_like(sample.sizes, share * budget / heads), 1)
+    sample = _enlarge_sample(problem, replay, sample, torch.full_like(sample.sizes, share * budget / heads), 1)
     for number in range(2, _ROUNDS + 2):
         left = budget - sample.sizes.sum().item()
         unsure = _straddling(sample, cut)
@@ -83,7 +83,7 @@ def sampled(problem: Problem, replay: Replay) -> Estimate:
             break
         more = left / (_ROUNDS + 2 - number) / unsure.sum()
         sizes = torch.where(unsure, sample.sizes + more, sample.sizes).clamp(max=n)
-        sample = _grown(problem, replay, sample, sizes, number)
+        sample = _enlarge_sample(problem, replay, sample, sizes, number)
     return _estimate(problem, sample, {"mean_loss": losses.mean().item(), "replayed": replay.about})
 
 
@@ -157,7 +157,7 @@ def _budget(problem: Problem, replay: Replay, sample: AblationSample, began: flo
 
     def measure() -> Tensor:
         started, probe = time.monotonic(), max(1.0, _PROBE * n)
-        _grown(problem, replay, sample, torch.full_like(sample.sizes, probe), 0)
+        _enlarge_sample(problem, replay, sample, torch.full_like(sample.sizes, probe), 0)
         each = (time.monotonic() - started) / probe
         return torch.tensor([max((seconds - (started - began)) / each, probe)], dtype=torch.float64)
 
@@ -175,7 +175,9 @@ def _straddling(sample: AblationSample, keep: int | None) -> Tensor:
     return ((values - cut).abs() <= quantile * variance.sqrt()) & (sample.sizes < len(sample.weight))
 
 
-def _grown(problem: Problem, replay: Replay, sample: AblationSample, sizes: Tensor, number: int) -> AblationSample:
+def _enlarge_sample(
+    problem: Problem, replay: Replay, sample: AblationSample, sizes: Tensor, number: int
+) -> AblationSample:
     """A sample of larger ``sizes``; ablates the examples that it adds.
 
     Args:

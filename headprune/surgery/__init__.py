@@ -17,7 +17,7 @@ from headprune.arguments import Plan, heads_of, layers_for
 from headprune.attention import AttentionLayer, check_heads, check_possible
 from headprune.errors import PruneError
 from headprune.inputs import Example, check_model, model_device, move, usable
-from headprune.offload import renewed
+from headprune.offload import replace_inference_placeholders
 from headprune.plans import PruningPlan
 from headprune.pruned import add_record, record_of, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
@@ -78,7 +78,7 @@ def prune(
     drop = check_heads(heads_of(plan), layers)
     if isinstance(plan, PruningPlan):
         plan.check_model(model, repaired_for=drop)
-    renewed(model)
+    replace_inference_placeholders(model)
     touched = [layer for layer in layers if layer.name in drop]
     whole = not record_of(model)["removed"] and not structure_of(model).get("modules")  # else it once had more heads
     modes = {layer.module: model.get_submodule(layer.module).training for layer in touched if layer.prunable}

@@ -29,7 +29,7 @@ from headprune.attention import AttentionLayer
 from headprune.errors import HeadPruneError
 from headprune.input_specs import build, of_config, recorded, with_own_dtype
 from headprune.inputs import Example, call, check_weights, does_not_run, model_device, move, usable
-from headprune.offload import hook_of, is_elsewhere, is_offloaded, renewed
+from headprune.offload import hook_of, is_elsewhere, is_offloaded, replace_inference_placeholders
 from headprune.pruned import EmptyAttention, MultiheadAttention, convert, is_ours
 from headprune.running import quiet
 from headprune.trace.layers import read_layers
@@ -134,7 +134,7 @@ def _check_visible(model: nn.Module) -> None:
 @contextmanager
 def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
     """Let every parameter (and, with ``buffers``, every floating-point buffer) require gradients while the context lasts."""
-    renewed(model)
+    replace_inference_placeholders(model)
     # By module and name, since accelerate's hooks replace the tensors whenever a module runs.
     places: list[tuple[Any, str]] = [(m._parameters, n) for m in model.modules() for n in m._parameters]
     places += [(m._buffers, n) for m in model.modules() for n in m._buffers] if buffers else []

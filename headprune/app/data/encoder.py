@@ -213,12 +213,12 @@ class Classes:
         self.count: int = config.num_labels
         self.names = _names_of(config)
         self._exact, self._loose = _unique(self.names, str), _unique(self.names, str.casefold)
-        self._counting = all(name.isdecimal() for name in self.names.values())
+        self._names_are_numbers = all(name.isdecimal() for name in self.names.values())
         while (inner := getattr(feature, "feature", None)) is not None:  # a label for every word, or several for a text
             feature = inner
         is_bool = getattr(feature, "dtype", None) == "bool"
         self._data = ["False", "True"] if is_bool else list(getattr(feature, "names", None) or ())
-        self._numbers = [self._named(name) for name in self._data]
+        self._numbers = [self._number_of_name(name) for name in self._data]
         if len(known := [n for n in self._numbers if n is not None]) > len(set(known)):  # "A" and "a" are two classes
             self._numbers = [self._exact.get(name) for name in self._data]
         self._all_named, self.note = None not in self._numbers, ""
@@ -235,7 +235,7 @@ class Classes:
             self.note = f"Classes were matched by their order: the model ({_few(self.names.values())}) does not name the data's {_few(others)}."
         self._numbers = [i if i < self.count else None for i in range(len(self._data))]
 
-    def _named(self, name: str) -> int | None:
+    def _number_of_name(self, name: str) -> int | None:
         """The number of the class with this name; case is ignored where that is unambiguous."""
         return self._exact.get(name, self._loose.get(name.casefold()))
 
@@ -249,12 +249,12 @@ class Classes:
             return float(value)
         number = None
         if isinstance(value, str):
-            number = self._named(value)
+            number = self._number_of_name(value)
         elif isinstance(value, int | float) and float(value).is_integer():
             at = int(value)
             if self._data and 0 <= at < len(self._data):
                 number, value = self._numbers[at], self._data[at]
-            elif self._counting:  # class names such as "1" to "5" are the labels of the training data
+            elif self._names_are_numbers:  # class names such as "1" to "5" are the labels of the training data
                 number = self._exact.get(str(at))
             elif not self._data and 0 <= at < self.count:
                 number = at

@@ -281,7 +281,7 @@ def load_also(options: DataOptions, loaded: LoadedModel, parts: DataParts) -> Da
     for dataset in (str(PLAIN_TEXT),) if own else options.also:
         name = PLAIN_TEXT.name if own else dataset
         try:
-            part, part_notes = _also(options, dataset, loaded, parts, name)
+            part, part_notes = _load_second_dataset(options, dataset, loaded, parts, name)
         except HeadPruneError as error:
             if not own:
                 raise
@@ -292,7 +292,7 @@ def load_also(options: DataOptions, loaded: LoadedModel, parts: DataParts) -> Da
     return replace(parts, also=tuple(also), notes=notes)
 
 
-def _also(options: DataOptions, dataset: str, loaded: LoadedModel, parts: DataParts, name: str) -> Noted:
+def _load_second_dataset(options: DataOptions, dataset: str, loaded: LoadedModel, parts: DataParts, name: str) -> Noted:
     """The part of a second dataset."""
     splits = read_splits(dataset)
     usable = labelled_splits(splits)

@@ -37,7 +37,7 @@ def headline(run: Run, metrics: Metrics) -> str:
     b, metric = result.budget, metrics.metric
     dense, pruned = (numbers.value(m.metrics[metric], metric) for m in (metrics.dense, b.pruned))
     cost, speed = _cost(b.change, metric), _speed(run, metrics, b)
-    heads, beside = _heads(b), _beside(b)
+    heads, beside = _heads(b), _other_changes(b)
     if result.conclusion == verdict.GUESSING:
         level = numbers.value(metrics.dense.guessing or 0.0, metric)
         return (
@@ -65,7 +65,7 @@ def _cost(change: Change, metric: str) -> str:
     return f"{forms.get(metric, f'{change.value:+.3g}')}, measurably {change.verdict}"
 
 
-def _beside(budget: BudgetResult) -> str:
+def _other_changes(budget: BudgetResult) -> str:
     """What was done to the model beside the removal of heads: repair and training, in words."""
     repair = budget.repair
     steps = [_REFITTED] if repair and (repair.layers or repair.answers) else []

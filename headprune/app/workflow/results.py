@@ -97,7 +97,9 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
     """
     scene, plan, metric, asked = context.scene, fit.plan, context.scene.metric, fit.plan.asked
     path = context.content.checkpoint_path(asked)
-    repair, trained, proof, saved, size = context.store.get(f"model {asked}", partial(_make, context, plan, path))
+    repair, trained, proof, saved, size = context.store.get(
+        f"model {asked}", partial(_build_pruned, context, plan, path)
+    )
     try:
         model = scene.load(path)  # the report is about the model that a user will load, not the one in memory
     except HeadPruneError:  # a folder of an interrupted run may be damaged
@@ -172,7 +174,7 @@ def guessing(scene: Scene) -> float | None:
     return sum(max(count.values()) for count in counts.values()) / total if total else None
 
 
-def _make(
+def _build_pruned(
     context: PruneContext, plan: PruningPlan, path: Path
 ) -> tuple[Repair | None, documents.Trained | None, documents.Proved, Saved, int]:
     """Repair, prune, train and save: the result of each, and the folder's bytes before figures are added to its card."""
@@ -226,7 +228,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
     if latency.parameters(scene.model) < _BOUND_LIMIT:
         empty = copied(scene.model)
         try:
-            ghosts = len(prune(empty, _everything(scene.layers), scene.example, layers=scene.layers).ghosts)
+            ghosts = len(prune(empty, _all_prunable_heads(scene.layers), scene.example, layers=scene.layers).ghosts)
             bound = NO_HEADS
             models = {**models, bound: empty}
         except HeadPruneError as error:
@@ -248,7 +250,7 @@ def time_parts(
         timed: The times of the models timed in turn, the dense model first. Passes that take much longer or shorter are
             measured again, up to `_TRIES` times: on a busy machine a few passes say little. The nearest are kept.
     """
-    plans, rows = {**plans, NO_HEADS: _everything(layers)}, []
+    plans, rows = {**plans, NO_HEADS: _all_prunable_heads(layers)}, []
     with console.track("where the time goes") as progress:
         for batch, length, example in tracked(shapes, progress):
             tries: list[documents.TimeParts] = []
@@ -276,7 +278,7 @@ def time_generation(
     return tuple(rows)
 
 
-def _everything(layers: Sequence[AttentionLayer]) -> Heads:
+def _all_prunable_heads(layers: Sequence[AttentionLayer]) -> Heads:
     """All prunable heads, by layer."""
     return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
 
@@ -289,7 +291,7 @@ def export_models(context: PruneContext, results: Sequence[documents.BudgetResul
             file = context.content.path / f"{result.checkpoint}{format_named(name).suffix}"
             if not file.exists():  # a publication moved it
                 store.forget(f"export {file.name}")
-            model = store.get(f"export {file.name}", partial(_exported, context, name, result, file))
+            model = store.get(f"export {file.name}", partial(_export_or_explain, context, name, result, file))
             for line in model.notes if model.file else (model.summary, *model.notes):
                 context.console.say(f"{file.name}: {line}")
             models.append(model)
@@ -307,7 +309,9 @@ def time_exports(context: PruneContext, models: Sequence[documents.ExportedModel
     return rows
 
 
-def _exported(context: PruneContext, name: str, result: documents.BudgetResult, file: Path) -> documents.ExportedModel:
+def _export_or_explain(
+    context: PruneContext, name: str, result: documents.BudgetResult, file: Path
+) -> documents.ExportedModel:
     facts: dict[str, Any] = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
     trusted = context.scene.options.loading.trust_remote_code
     try:
