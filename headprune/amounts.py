@@ -1,4 +1,4 @@
-"""Amounts and texts as people read them: no amount as a power of ten, no text with codes that a terminal would obey."""
+"""Formats amounts and texts for people: amounts without powers of ten, texts without a terminal's control codes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _OPERATIONS = ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLO
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
 
 
-# Codes that terminals obey, halves of characters, line separators, and marks that turn the order of a line around.
+# Control codes of terminals, lone surrogates, line separators, and marks that change the direction of text.
 _UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Somebody's text, with � for every code that a terminal or a browser would obey; line ends stay.
+    """A text with � for every code that a terminal or a browser would obey; line ends stay.
 
     >>> visible("a\\nb \\x1b[31m")
     'a\\nb \ufffd[31m'
@@ -24,7 +24,7 @@ def visible(text: str) -> str:
 
 
 def in_line(text: str) -> str:
-    """The same, in one line.
+    """As `visible`, with all of the text in one line.
 
     >>> in_line("a\\nb \\x1b[31m")
     'a b \ufffd[31m'
@@ -33,7 +33,7 @@ def in_line(text: str) -> str:
 
 
 def digits(number: float, count: int) -> str:
-    """To so many digits; a large number keeps its zeros.
+    """A number rounded to ``count`` digits; a large number keeps its zeros.
 
     >>> digits(0.12345, 3), digits(999.7, 3), digits(50257, 4), digits(float("inf"), 4)
     ('0.123', '1,000', '50,260', 'inf')
@@ -52,7 +52,7 @@ def head_count(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """To two digits.
+    """A time in its largest unit, to two digits.
 
     >>> duration(0.4), duration(42), duration(200), duration(9000), duration(900000)
     ('1 s', '42 s', '3.3 min', '2.5 h', '10 days')
@@ -63,7 +63,7 @@ def duration(seconds: float) -> str:
 
 
 def flops(count: float, to: int = 2) -> str:
-    """Floating-point operations, to so many digits.
+    """Floating-point operations, to ``to`` digits.
 
     >>> flops(2.1e12), flops(5e9), flops(3e18), flops(5e8), flops(9.99e8), flops(5.021e14, 3)
     ('2.1 TFLOPs', '5 GFLOPs', '3 EFLOPs', '500 MFLOPs', '1 GFLOPs', '502 TFLOPs')
@@ -72,7 +72,7 @@ def flops(count: float, to: int = 2) -> str:
 
 
 def size(count: float, to: int = 2) -> str:
-    """Bytes, to so many digits.
+    """Bytes, to ``to`` digits.
 
     >>> size(6.4e8), size(9.99e10), size(8.1e11), size(512, 3), size(912_808, 3), size(1.23e12, 3), size(0)
     ('640 MB', '100 GB', '810 GB', '512 bytes', '913 kB', '1.23 TB', '0 bytes')
@@ -81,7 +81,7 @@ def size(count: float, to: int = 2) -> str:
 
 
 def _in_units(count: float, units: Sequence[tuple[float, str]], to: int) -> str:
-    """In the largest unit that the rounded number reaches."""
+    """A count in the largest unit that the rounded number reaches."""
     rounded = float(f"{count:.{to}g}")
     unit, name = next((pair for pair in units if rounded >= pair[0]), units[-1])
     return f"{digits(rounded / unit, to)} {name}"

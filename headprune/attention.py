@@ -1,4 +1,4 @@
-"""What headprune knows about an attention layer, and the short address of a head."""
+"""`AttentionLayer`: the description of an attention layer and its heads; and checks of heads and layer names."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Heads = dict[str, list[int]]
 Layers = Sequence["AttentionLayer"]
 """A model's attention layers, as `headprune.find_attention` gives them."""
 
-_MOST = 2**24  # features that a projection, or entries that a table, may have; more would only fill memory
+_MOST = 2**24  # features of a projection, or entries of a table, in a file; more would only fill memory
 
 
 def _indices(text: Any) -> Any:
-    """As `from_ranges`, for the text of a file, in which a few characters could make it fill the memory."""
+    """As `from_ranges`, for the text of a file: refuses ranges so long that they would fill the memory."""
     if not isinstance(text, str):
         return text
     runs = [[int(end) for end in run.split(":")] for run in text.split(",") if run]
@@ -89,20 +89,19 @@ class AttentionLayer:
         gate: Where heads are masked if they cannot be told apart in the last dimension of W_O's input: at the input of a
             module between the attention and W_O, such as a norm or a dropout, or of a W_O that is a convolution.
         mixer: A norm over all heads between the attention and W_O (BitNet's) that maps zeros to zeros. It keeps its width:
-            zeros stand in its input where heads were removed, and only the kept heads' part of its output goes on.
+            its input has zeros for removed heads, and only the kept heads' part of its output is passed on.
         projections: Every other projection that holds features of single heads (query, key,
             value, a per-head gate, fused or separate).
-        values: The value projection, which `projections` holds too (there with all that it computes): ``features[h]``
-            are those that attention returns as head ``h``'s, the same for all heads of a group. None where there is not
-            exactly one such module.
+        values: The value projection (also in `projections`, there with all of its features): ``features[h]`` are head
+            ``h``'s values, the same for all heads of a group. None unless there is exactly one such module.
         selections: Modules that compute something over all heads, such as a norm of the queries. They and the projections
             before them keep their width, and only the kept heads' features are taken from their output.
         tables: Parameters and buffers with entries of their own for each head.
         arguments: Arguments that hold something for each head, or whose shape says that they may.
         inner_modules: Modules that may hold numbers of heads as integers: the attention module and
             those inside it that were running when attention was computed.
-        side_modules: Other modules inside it that may: those that run before the attention, such as relative positions, but
-            also those that count heads of their own.
+        side_modules: Other modules inside it that may hold them: those that run before the attention, such as relative
+            positions, but also those that count other heads.
         bypass: What happens when all of the layer's heads go. ``"stub"``: the attention
             module is replaced by its output projection's bias; ``"slice"``: the module works without any head;
             ``"ghost"``: one head (or group) stays with zero output, because a cache or a later layer needs what the
@@ -172,7 +171,7 @@ class AttentionLayer:
         >>> AttentionLayer("a", 0, "decoder", 4, 2, 8, groups=((0, 1), (2, 3))).units
         ((0, 1), (2, 3))
         """
-        # Where all heads share one key/value head, queries go freely.
+        # If all heads share one key/value head, any query head can be removed.
         return self.groups or tuple((h,) for h in range(self.num_heads))
 
     def label(self, head: int) -> str:
@@ -185,7 +184,7 @@ class AttentionLayer:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AttentionLayer:
-        # A file from before a field was traced lacks it; a prune that needs it fails its proof.
+        # An older file may lack other fields; a prune that needs one of them fails its proof.
         if missing := {"output_projection", "projections", "inner_modules", "groups"} - set(data):
             raise ValueError(f"{min(missing)} is missing")
         try:

@@ -1,8 +1,8 @@
-"""How a model compares its logits with labels, and the loss and predictions of each example by it.
+"""Conventions by which models compare logits with labels, and each example's loss and predictions by them.
 
-Names of classes do not count: the convention is the one that gives the model's own loss, checked once on one or two examples. A model
-whose own loss is another one computes it itself, for one example at a time; one without a loss of its own needs ``loss_fn`` where more
-than one convention is possible.
+Class names do not matter: the convention is the one that gives the model's own loss, checked once on one or two
+examples. If none does, the model computes its loss itself, for one example at a time. A model without a loss of its own
+needs ``loss_fn`` if more than one convention is possible.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NEXT = "the next token's label"  # where something precedes the text (an image, 
 SQUARED = "numbers"  # squared errors
 BINARY = "several labels at once"  # binary cross-entropies
 
-_DRAWS = 4  # other labels that an example is given
-_LEAST_CHANGE = 1e-3  # nats; a loss that other labels change by less shows nothing
+_DRAWS = 4  # random labelings of an example
+_LEAST_CHANGE = 1e-3  # nats; if other labels change a loss by less, it is no evidence
 _CHANCE = 0.5  # share of the labels that may equal the input by chance
 _Batch = Mapping[str, Any]
 
@@ -59,11 +59,12 @@ class LabelUse:
 
     Attributes:
         convention: Such as `NEXT`; None if the model's own loss cannot be computed from its logits.
-        own: Whether the model's own loss is another one, or has more terms (such as a router's): then the model computes
+        own: Whether the model's own loss differs from the convention's, as by a router's term: then the model computes
             it, for one example at a time.
         needs_labels: Whether the model needs the labels to run.
-        skipped: Without a ``convention``: how many labels at the start of each example the own loss does not count, a mean over
-            labels; None if it is no such mean (transformers' CTC models sum or average over examples), or not known.
+        skipped: Without a ``convention``, if the model's own loss is a mean over labels: how many labels at the start
+            of each example it skips. None if it is no such mean (transformers' CTC models sum or average over
+            examples), or not known.
     """
 
     convention: str | None = None
@@ -73,21 +74,21 @@ class LabelUse:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics beside the loss: ``"accuracy"`` if logits are compared with classes, ``"perplexity"`` if the loss is a mean over labels."""
+        """Metrics besides the loss: accuracy if logits are compared with classes, perplexity for a mean over labels."""
         if self.convention == SQUARED or (self.convention, self.skipped) == (None, None):
             return ()
         return ("accuracy", "perplexity") if self.convention else ("perplexity",)
 
     @property
     def classifies(self) -> bool:
-        """Whether what is predicted are classes, the same for all examples; not so where it is a place in a text."""
+        """Whether the model predicts classes that are the same for all examples, not places in a text."""
         return self.convention not in (None, SPAN, SQUARED)
 
     def of_real_tokens(self, model: nn.Module, batch: _Batch, rows: Rows) -> dict[str, Any]:
         """A batch without labels of padding, and without those that only padding predicts.
 
-        A model's own loss may count them: then it changes with the batch that an example is in. An encoder-decoder's labels are not
-        of the tokens that ``attention_mask`` is of.
+        A model's own loss may count these, and then depends on an example's batch. Batches of encoder-decoders stay as
+        they are: their ``attention_mask`` is not of the tokens that the labels are of.
         """
         labels, mask = batch.get("labels"), rows.table(batch, "attention_mask")
         if self.needs_labels or is_encoder_decoder(model) or "decoder_input_ids" in batch:
@@ -171,7 +172,7 @@ def _span(output: Any, batch: Mapping[str, Any]) -> Outcome:
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == logits[:, 0].shape:
         hidden = (mask.to(logits.device) == 0)[:, None].repeat(1, 2, 1)
-        # A place that was labelled counts, wherever it is.
+        # A labelled place always counts.
         hidden = hidden.scatter(2, labels.masked_fill(unknown, 0)[..., None], False)
         logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
     return _classes(logits, labels.masked_fill(unknown, IGNORED))
@@ -201,7 +202,7 @@ def _classes(logits: Tensor, labels: Tensor) -> Outcome:
 
 
 def find_label_use(model: nn.Module, batches: Sequence[_Batch], rows: Rows) -> LabelUse:
-    """How a model uses its labels, by its own loss of a few examples.
+    """Find how a model uses its labels, from its own loss on a few examples.
 
     Args:
         batches: All batches, with labels.
@@ -257,9 +258,9 @@ def _output(model: nn.Module, example: _Batch, has_loss: bool) -> tuple[Any, boo
 
 
 def _labelings(model: nn.Module, example: _Batch) -> Iterator[_Batch]:
-    """An example whose tokens have labels, and the same with these drawn at random, and its decoder's input as it was.
+    """An example with token labels, and copies of it with random labels and the same decoder input.
 
-    In a text that repeats one token, which a tokenizer makes of words that it does not know, all conventions give the same loss.
+    They are needed because in a text that repeats one token (as for unknown words), all conventions give the same loss.
     """
     yield example
     labels = example["labels"]
@@ -276,7 +277,7 @@ def _labelings(model: nn.Module, example: _Batch) -> Iterator[_Batch]:
 
 
 def _by_own_loss(model: nn.Module, table: Tensor, possible: Sequence[str], rounding: float) -> tuple[str | None, bool]:
-    """The convention that a model's own loss goes by, if any, and whether it gives this loss; from `_losses` of every labeling."""
+    """The convention that a model's own loss follows, if any, and whether it gives this loss; from `_losses`."""
     off = _off(table[:, 1:], table[:, :1], rounding)
     if bool((off[0] <= 1).any()):  # in half precision several may fit
         return possible[int(off.amax(0).where(off[0] <= 1, math.inf).argmin())], True
@@ -312,7 +313,7 @@ def _skipped(model: nn.Module, batch: _Batch, first: int, rows: Rows, rounding: 
     if labels is None or labels.is_floating_point() or int((labels[first] != IGNORED).sum()) < 3:
         return None
     if labels.device.type != "cpu" and IGNORED not in labels:
-        return None  # a model that does not know the mark of a missing label would end the process there
+        return None  # there, a model that does not know the mark of a missing label would end the process
     pair = rows.take(batch, [first, (first + 1) % len(labels)])
     pair["labels"][1, (pair["labels"][1] != IGNORED).nonzero()[:-1]] = IGNORED
     own, *each = (_losses(model, part, [], may_fail=True) for part in (pair, *rows.singles(pair)))
@@ -350,7 +351,7 @@ def _by_labels(model: nn.Module, possible: Sequence[str], batches: Sequence[_Bat
 
 
 def _copied(batch: _Batch) -> float | None:
-    """The share of labels, but for first tokens', that equal an input's token in their place; None if no input has their shape."""
+    """The share of labels (first tokens' aside) that equal the input token in their place; None without such input."""
     labels = batch["labels"]
     counted = labels[:, 1:] != IGNORED
     alike = [v for v in unlabelled(batch).values() if isinstance(v, Tensor) and v.shape == labels.shape]
@@ -377,7 +378,7 @@ def _labelled(model: nn.Module, example: _Batch) -> Any:
 def _losses(model: nn.Module, batch: _Batch, possible: Sequence[str], *, may_fail: bool = False) -> list[float]:
     """A batch's loss: the model's own, and that by each convention (infinite if the logits do not fit).
 
-    Nothing if no label counts; or if the model does not run on the batch, where this is no error (``may_fail``).
+    Empty if no label counts; or, with ``may_fail``, if the model does not run on the batch.
     """
     with suppress(*([HeadPruneError] if may_fail else [])):
         output = _labelled(model, batch)
@@ -388,7 +389,7 @@ def _losses(model: nn.Module, batch: _Batch, possible: Sequence[str], *, may_fai
 
 
 def _mean_loss(convention: str, output: Any, batch: _Batch) -> float:
-    """The mean loss over labels, padding being a place for an answer, as in a model's own loss."""
+    """The mean loss over labels; an answer may lie in padding, as in a model's own loss."""
     with suppress(HeadPruneError):
         outcome = outcome_of(convention, output, {k: v for k, v in batch.items() if k != "attention_mask"})
         return float((outcome.loss.double() * outcome.tokens).sum() / outcome.tokens.sum())

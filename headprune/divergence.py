@@ -1,4 +1,4 @@
-"""How far a model's answers are from those it gave when nothing was removed: a loss for data without labels."""
+"""Divergence of a model's answers from the dense model's: a loss for data without labels."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from headprune.running import quiet
 
 KNOWN, DRAWN = ADDED  # the dense model's logits, and labels drawn from them
 IGNORED = -100
-# Methods of transformers' models of sound: how many frames come of so many samples.
+# Methods of transformers' models of sound that compute the number of frames from the number of samples.
 _LENGTHS = ("_get_feat_extract_output_lengths", "_get_subsampling_output_length")
 
 
 class Divergence:
     """Divergence from the dense model's answers, per example, in nats.
 
-    Kullback-Leibler, dense from now (Hinton et al. 2015): of softmax over classes, or, for a head
-    that gives several labels at once, of each label's sigmoid, summed. A head that gives real numbers is compared by
-    their squared differences, summed. Tokens are averaged, padding left out.
+    The Kullback-Leibler divergence KL(dense || current) (Hinton et al. 2015) of the softmax over classes, or, for a
+    head that gives several labels at once, the sum of that of each label's sigmoid. For a head that gives real numbers,
+    the sum of their squared differences. It is averaged over tokens without padding.
 
     Args:
         model: Whose answers are compared.
@@ -63,8 +63,8 @@ class Divergence:
         self.compares_numbers |= self._are_numbers(known)
         if self.compares_numbers or self._several:
             return batch
-        # The same draws for an example in whatever batch, with whatever padding.
-        chances = known.double().softmax(-1).cumsum(-1)  # large of a language model: it stays where it is
+        # An example's draws do not depend on its batch or padding.
+        chances = known.double().softmax(-1).cumsum(-1)  # large for a language model: it stays on its device
         drawn = torch.zeros(chances.shape[:-1], dtype=torch.long, device=known.device)
         for i, (rows, real) in enumerate(zip(chances, self._counted(batch, chances[..., 0]), strict=True)):
             numbers = np.random.default_rng((self.seed, start + i)).random(int(real.sum()))
@@ -95,7 +95,7 @@ class Divergence:
         return squared * self.mean(each, batch)
 
     def rounding(self, known: Tensor) -> float:
-        """What rounding can make of the divergence of equal answers: in float32, sums of logarithms are off by about 1e-7 nats."""
+        """The divergence of equal answers by rounding: in float32, sums of logarithms are off by about 1e-7 nats."""
         return 1e-12 if self._are_numbers(known) or known.dtype == torch.float64 else 1e-7
 
     def surrogate(self, batch: Mapping[str, Any]) -> Tensor:
@@ -135,7 +135,7 @@ class Divergence:
 
 
 def real_tokens(model: nn.Module, batch: Any, kind: str, rows: Rows, tokens: int) -> Tensor | None:
-    """Which of a layer's ``tokens`` queries are no padding, ``[examples, tokens]``; None where the batch has no mask for them.
+    """Mask of a layer's ``tokens`` queries without padding, ``[examples, tokens]``; None if the batch has no such mask.
 
     Args:
         batch: A dict, or a pair of one and its labels.
@@ -152,7 +152,7 @@ def real_tokens(model: nn.Module, batch: Any, kind: str, rows: Rows, tokens: int
         masks = [
             rows.table(batch, "decoder_attention_mask"),
             labels != IGNORED if isinstance(labels, Tensor) and labels.ndim == 2 else None,
-            *(masks if "decoder_input_ids" not in batch else ()),  # BART reads its input again, if it has no other
+            *(masks if "decoder_input_ids" not in batch else ()),  # BART's decoder then reads the encoder's input
         ]
     for mask in masks:
         if mask is not None and mask.shape[1] == tokens:
@@ -161,9 +161,9 @@ def real_tokens(model: nn.Module, batch: Any, kind: str, rows: Rows, tokens: int
 
 
 def _real_frames(model: nn.Module, mask: Tensor, frames: int) -> Tensor | None:
-    """Which frames of sound are no padding, ``[examples, frames]``, where the mask is that of what convolutions make frames of.
+    """Mask of frames that are no padding, ``[examples, frames]``, from the mask of the samples that convolutions pool.
 
-    By what transformers' models say of their convolutions; None for a model that does not.
+    Uses the methods of transformers' models for their convolutions' lengths; None for a model without such methods.
     """
     named = ((m, name) for m in model.modules() for name in _LENGTHS if callable(getattr(m, name, None)))
     owner, name = next(named, (None, ""))
@@ -175,7 +175,7 @@ def _real_frames(model: nn.Module, mask: Tensor, frames: int) -> Tensor | None:
         every, *real = (count(n, **more) for n in (torch.tensor(mask.shape[1]), *(mask != 0).sum(1).cpu()))
         if not isinstance(every, Tensor | int):
             return None
-        together = int(every) // frames  # SEW's layers see several as one
+        together = int(every) // frames  # SEW's layers pool several frames into one
         if together and int(every) // together == frames:
             ends = torch.tensor([int(n) // together for n in real], device=mask.device)
             return torch.arange(frames, device=mask.device) < ends[:, None]
@@ -193,9 +193,9 @@ def regresses(model: nn.Module) -> bool:
 
 
 def part_of(output: Any, name: str) -> Any:
-    """What a model's output calls ``name``: an attribute, or else an entry of a dict; None if there is none.
+    """The part ``name`` of a model's output: an attribute, or else an entry of a dict; None if there is none.
 
-    The attribute counts first: ``output.loss = …`` on an output that had no loss sets no entry in older versions of transformers.
+    The attribute counts first: in older transformers, ``output.loss = …`` sets no entry if there was no loss.
     """
     part = getattr(output, name, None)
     return output.get(name) if part is None and isinstance(output, Mapping) else part
@@ -208,9 +208,9 @@ def logits_in(output: Any) -> Tensor | None:
 
 
 def logits_of(output: Any, batch: Any) -> Tensor:
-    """``[batch, (tokens,) classes]`` of a model's output, in float32 or wider.
+    """The logits of a model's output, ``[batch, (tokens,) classes]``, in float32 or wider.
 
-    Of an answer's start and end ``[batch, 2, tokens]``: the tokens are the classes, and padding is none of them.
+    For an answer's start and end ``[batch, 2, tokens]``: the tokens are the classes, without padding.
     """
     logits = logits_in(output)
     start, end = part_of(output, "start_logits"), part_of(output, "end_logits")
@@ -235,11 +235,11 @@ Context = Callable[[], AbstractContextManager[Any]]
 class Fidelity:
     """Divergence from the dense model's answers on some examples.
 
-    Every example counts in it. Accuracy changes only with those that change sides, and most changes of the loss are as often
-    a gain as a loss.
+    Every example contributes to it. Accuracy changes only if predictions flip, and most changes of the loss are as
+    often a gain as a loss.
 
     Args:
-        model: The dense model. Its answers are kept, if they are few enough: what happens to the model later changes nothing in them.
+        model: The dense model. Its answers are kept, if they are few enough; later changes do not affect them.
         batches: Never those that results are reported on.
 
     Attributes:
@@ -251,7 +251,7 @@ class Fidelity:
         self.model, self._divergence = model, Divergence(model, seed=0)
         device = model_device(model)
         self._batches = [move(batch, device) for batch in batches]
-        # Of several ranks each keeps the answers to its own batches, and compares what comes later on these.
+        # Of several ranks, each keeps the answers to its own batches, and compares later answers on these.
         self._ranks = current()
         self._answers: dict[int, Tensor] = {}
         self._rounding = 0.0
@@ -266,7 +266,7 @@ class Fidelity:
             self._answers = {}
 
     def _keep(self, index: int) -> tuple[int, float]:
-        """Keep the answers to a batch, or note that they are too many; their bytes, and what rounding makes of them."""
+        """Keep the answers to a batch, unless there are too many; returns their bytes and `Divergence.rounding`."""
         if sum(answers.nbytes for answers in self._answers.values()) > MOST:
             return 0, 0.0
         answers = self._answers[index] = logits_of(self._run(self._batches[index]), self._batches[index])
@@ -277,14 +277,14 @@ class Fidelity:
         return float(self.each(nullcontext).mean())
 
     def log_divergence(self) -> float:
-        """Logarithm of `divergence`, never below that of what rounding makes: so no order is preferred for its rounding."""
+        """Logarithm of `divergence`, at least that of rounding errors, so that these never decide between orders."""
         return math.log(max(self.divergence(), self._rounding))
 
     def each(self, changed: Context) -> Tensor:
         """Divergence of every example in the context that ``changed`` gives: ``[examples]`` in nats, float64; never below 0.
 
-        Where there are no logits, the mean squared difference of all numbers of an example's answer. One pass over the examples;
-        a second one, of the dense model, where its answers are not kept.
+        Without logits, the mean squared difference of all numbers of an example's answer. Takes one pass over the
+        examples, and a second one with the dense model if its answers are not kept.
         """
         tasks = [partial(self._distance, i, changed) for i in range(len(self._batches))]
         return torch.cat(self._ranks.share("divergence", tasks))
@@ -300,7 +300,7 @@ class Fidelity:
             known = dense if self.known else logits_of(dense, batch)
             each = self._divergence.between(known, logits_of(now, batch), batch)
         except HeadPruneError:  # no logits
-            # A model that says itself how long its answer is (of speech, say) may give another length now.
+            # A model that chooses the length of its answer (of speech, say) may choose another one now.
             size = max(1, apparent_size(batch))
             parts = [
                 (a.double() - b.double()).square().reshape(size, -1).mean(1)

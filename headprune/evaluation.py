@@ -33,9 +33,11 @@ class Measurement:
     """How well one model does on a set of examples.
 
     Attributes:
-        metrics: ``accuracy`` and ``f1`` (macro over the classes that occur), or ``perplexity`` and ``accuracy`` over tokens; for
-            several labels at once ``accuracy`` of single labels, for answers in a text of their starts and ends (no ``f1``); always ``loss`` (nats per labelled token; for numbers their mean squared error). If the
-            model's own loss is used and is not a mean over labels (such as a CTC model's), only ``loss``, per example.
+        metrics: ``accuracy`` and ``f1`` (macro over the classes that occur), or ``perplexity`` and ``accuracy`` over
+            tokens; for several labels at once ``accuracy`` of single labels; for answers in a text that of their starts
+            and ends (no ``f1``). Always ``loss`` (nats per labelled token; for numbers their mean squared error). If
+            the model's own loss is used and is not a mean over labels (such as a CTC model's), only ``loss``, per
+            example.
         loss: ``[examples]``, nats, each the mean over its tokens; or the model's own loss of each.
         correct: ``[examples]``, labelled tokens that are predicted correctly; NaN where the model predicts no classes.
         tokens: ``[examples]``, labelled tokens; 1 where the loss is ``loss_fn``, or the model's own and not a mean over labels.
@@ -99,9 +101,9 @@ def evaluate(
 ) -> Measurement:
     """Run a model over labelled batches, and measure how well it does.
 
-    Which label a token's logits are compared with is found by comparing with the model's own loss (`headprune.conventions`).
-    If that loss cannot be computed from the logits, the model computes it for one example at a time, and there is no accuracy. If
-    this loss is found to be a mean over labels, examples weigh by their labels, and there is a perplexity; else each counts once.
+    The model's own loss shows which label a token's logits are compared with (`headprune.conventions`). If that loss
+    cannot be computed from the logits, the model computes it for one example at a time, and there is no accuracy. If it
+    is a mean over labels, examples are weighted by their labels, and there is a perplexity; else each counts once.
 
     Args:
         model: Any model; its mode is left as it was.
@@ -126,12 +128,12 @@ def evaluate(
 
     def outcome_of(batch: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
         outcome = losses.outcome(batch)
-        # As they are, not as parts of larger tensors: they may be sent to other processes.
+        # Copies, not views of larger tensors: they may be sent to other processes.
         guesses, truths = ([t.cpu().clone() for t in each] for each in (outcome.predictions, outcome.targets))
         return outcome.loss.cpu().double(), outcome.tokens.cpu(), guesses, truths
 
     with together(accelerator, model, kept), quiet(model, exact=False, attributes=False), torch.inference_mode():
-        with uncompiled():  # single examples would each be compiled for
+        with uncompiled():  # otherwise single examples would each cause a compilation
             prepared = losses.prepare(kept)
         tasks = [partial(outcome_of, batch) for batch in prepared]
         outcomes = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
@@ -149,7 +151,7 @@ def evaluate(
 
 
 def measurable(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
-    """The `METRICS` that `evaluate` will give for such batches, found on a few of their examples.
+    """The `METRICS` that `evaluate` would give for these batches, found on a few of their examples.
 
     Raises:
         HeadPruneError: As `evaluate`.
@@ -169,8 +171,8 @@ def value_of(metric: str, numerator: float, tokens: float) -> float:
 def interval(measurement: Measurement, metric: str) -> tuple[float, float]:
     """95 % interval of a metric over examples.
 
-    For accuracy it is Wilson's, which has a width at 1.000 too; where examples have several labels, with the effective number of
-    labels: as many independent ones would be as certain (Korn and Graubard 1998, Survey Methodology 24:193).
+    For accuracy it is Wilson's, which has a width at 1.000 too; if examples have several labels, with the effective
+    number of independent labels (Korn and Graubard 1998, Survey Methodology 24:193).
 
     Returns:
         Its lower and upper end, in the unit of the metric.

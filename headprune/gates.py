@@ -83,9 +83,9 @@ def hook_heads(
 
     Args:
         model: The model that ``layer`` describes.
-        layer: Where it returns its heads side by side, without a W_O, the function gets the output of the module instead.
+        layer: If it returns its heads side by side, without a W_O, the function gets the module's output instead.
         name: The module.
-        change: From the hidden state to what takes its place; None leaves it as it is.
+        change: Maps the hidden state to its replacement; None leaves it as it is.
 
     Returns:
         A function that removes the hook.
@@ -159,7 +159,7 @@ class _Gate:
         return scaled.to(hidden.dtype).movedim(-1, self.dim)
 
     def _owner_of(self, hidden: Tensor) -> Tensor:
-        """The head of each input feature of W_O. A feature of no head has the constant 1 that stands behind the gates."""
+        """The head of each input feature of W_O. Features of no head get the constant gate 1 after the heads' gates."""
         if self.owner is None or self.owner.device != hidden.device:
             if max(map(max, self.features)) >= hidden.shape[-1]:
                 message = f"Layer {self.name} is not as it was traced: W_O has only {hidden.shape[-1]} inputs."

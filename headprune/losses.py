@@ -38,8 +38,8 @@ class ExampleLoss:
 
     Attributes:
         about: What the loss is, for reports.
-        rows: How examples lie in the batches; until `prepare` was called it goes by the names of tensors.
-        use: How the model uses its labels, by `prepare`.
+        rows: How examples lie in the batches; by the names of tensors, until `prepare` finds it.
+        use: How the model uses its labels, found by `prepare`.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None, *, distil: bool = False, seed: int = 0) -> None:
@@ -63,12 +63,12 @@ class ExampleLoss:
         return self.divergence.about if self.distils else "the model's own"
 
     def unit(self, unit: str) -> str:
-        """The unit of a method's scores, for the loss that was measured, once `prepare` was called."""
+        """The unit of a method's scores for this loss; known once `prepare` was called."""
         if self.distils:
             differs = " added" in unit or self.divergence.compares_numbers
             loss = self.divergence.about if differs else "loss (nats) of labels drawn from the dense model's answers"
         elif self.loss_fn is not None:
-            loss = "loss"  # the user's own: nobody knows that it is in nats
+            loss = "loss"  # the user's own: it may not be in nats
         elif self.use.convention == SQUARED:
             loss = "squared error"
         else:
@@ -79,7 +79,7 @@ class ExampleLoss:
         """Determine how the model compares logits with labels. Call this first, outside of any gate.
 
         Returns:
-            The batches to use: single examples, for a model whose own loss is another one.
+            The batches to use: of single examples, if the model has to compute its own loss (`LabelUse.own`).
 
         Raises:
             HeadPruneError: Batches without labels among others with labels, both ``loss_fn`` and ``distil``, or what
@@ -203,7 +203,7 @@ def _without_none(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def _unread(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> str:
-    """Keys of batches that no module takes by name, as a ``**kwargs`` would swallow them: ``"label, idx"``, or ""."""
+    """Keys of batches that no module takes by name (a ``**kwargs`` would swallow them): ``"label, idx"``, or ""."""
     keys = dict.fromkeys(key for batch in batches for key in batch if key not in (*LABELS, *ADDED))
     calls = [model.forward, *{type(m).forward for m in model.modules()}]
     known = {name for call in calls for name in inspect.signature(call).parameters}

@@ -1,7 +1,7 @@
-"""The pure search: the orders in which heads may go, and of these the plans that hold the budgets.
+"""The search itself: orders of removal, and from these the plans that meet the budgets.
 
-`headprune.search`, ``headprune prune`` and its ``--dry-run`` all call `find_plans`; nothing here knows of datasets, folders, consoles or
-options of the command line.
+`headprune.search`, ``headprune prune`` and its ``--dry-run`` all call `find_plans`; nothing here knows of datasets,
+folders, consoles or options of the command line.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Sources = dict[str, tuple[str, HeadScores | None]]
 
 
 def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> Sources:
-    """The orders to make."""
+    """The orders to make: several for `AUTO`; for a strategy that needs scores, one for each of them."""
     if options.strategy == AUTO:
         own: Sources = {name: (name, None) for name in ("compensated", "re-scored")}
         return own | {s.method: ("one-shot", s) for s in scores}
@@ -74,7 +74,7 @@ def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> Sources:
 
 
 def constraints_of(options: SearchOptions, layers: Layers) -> Constraints:
-    """What must stay of a model's maskable layers.
+    """The constraints for a model's maskable layers.
 
     Raises:
         HeadPruneError: A layer or head that is not there.
@@ -84,7 +84,7 @@ def constraints_of(options: SearchOptions, layers: Layers) -> Constraints:
 
 @dataclass(frozen=True)
 class ComparedOrder:
-    """An order of heads, and how its plans did, one a budget; one of the orders is used."""
+    """How the plans of an order did, one for each budget, and whether this is the order that is used."""
 
     order: str
     used: bool
@@ -93,12 +93,12 @@ class ComparedOrder:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search learnt.
+    """The result of a search.
 
     Attributes:
-        fits: A plan for every budget, with what it was measured to cost.
+        fits: A plan for every budget, with its measured cost.
         orders: The orders that were made, by name.
-        work: What making each was counted to cost; also of one that was left out for that.
+        work: The counted cost of making each order, also of one that was left out for it.
         compared: How the orders' plans did on the choosing examples; () where only one order meets the budgets.
         judged_by: What orders were compared by; "" where there was only one.
     """
@@ -117,12 +117,12 @@ def find_plans(
     subject_for: Callable[[Budget], Subject],
     console: SearchConsole,
 ) -> SearchResult:
-    """For every budget a plan that meets it, all of the order whose plans do best on the examples that choose.
+    """Find a plan for every budget, all from the order whose plans do best on the choosing examples.
 
     Args:
         scores: To make orders from.
         trials: The dense model and its examples.
-        subject_for: Gives what a budget is measured on.
+        subject_for: Returns the `Subject` that a budget is measured on.
 
     Raises:
         HeadPruneError: A budget that no order can meet.
@@ -145,13 +145,13 @@ def find_plans(
 
 @dataclass(frozen=True)
 class SearchStart:
-    """Where every order of a search begins.
+    """The common start of all orders of a search.
 
     Attributes:
-        search: What strategies are given.
+        search: The strategies' input, without scores.
         counts: The numbers of kept heads that are asked for.
-        levels: Those to look at.
-        kinds: How heads may go (`headprune.planning.order`).
+        levels: The numbers of kept heads that orders are made for.
+        kinds: How heads that share key/value heads may be removed (`headprune.planning.order`).
     """
 
     search: Search
@@ -169,7 +169,7 @@ class SearchStart:
             layers, constraints=constraints_of(options, layers), model=trials.model, batches=trials.batches,
             store=trials.store, effort=effort_named(options.effort), loss_fn=trials.loss_fn,
         )  # fmt: skip
-        # What the curve shows below all budgets comes from the last look at the model: no one has asked for more.
+        # Below all budgets, the curve's plans come from the last measurement of the model: no budget needs more.
         levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]
         if len(counts) < len(options.budgets):  # some may need fewer heads than are asked for by number
             levels = sorted({*levels, *levels_of(total, [])})
@@ -177,7 +177,7 @@ class SearchStart:
 
 
 def passes_of(options: SearchOptions, scores: Sequence[HeadScores], trials: Trials) -> float:
-    """Forward passes over the scoring examples that `find_plans` takes for its orders, about; a backward pass counts as two."""
+    """About how many passes over the scoring examples `find_plans` takes for its orders (a backward pass is two)."""
     start = SearchStart.of(options, trials)
     _, work = _affordable(start, orders_for(options, scores), trials, CallbackConsole())
     passes = [each.passes for each in work.values() if each.left_out is None]
@@ -186,14 +186,14 @@ def passes_of(options: SearchOptions, scores: Sequence[HeadScores], trials: Tria
 
 
 def has_groups(layers: Layers) -> bool:
-    """Whether heads share key/value heads, so that they may go by groups or by slices."""
+    """Whether heads share key/value heads, so that groups or slices of them may be removed."""
     return any(layer.groups and layer.prunable for layer in layers)
 
 
 def levels_of(total: int, counts: Sequence[int]) -> list[int]:
-    """Numbers of kept heads to look at: those asked for, every quarter above the fewest, and the next eighth below, for the curve.
+    """Numbers of kept heads to make orders for: ``counts``, every quarter above the fewest, the next eighth below.
 
-    Every eighth, if it is not known yet how many heads will stay.
+    The last is for the curve. Without ``counts``, every eighth.
     """
     grid = {k: max(1, round(k * total / 8)) for k in range(7, 0, -1)}
     if not counts:
@@ -206,9 +206,9 @@ def levels_of(total: int, counts: Sequence[int]) -> list[int]:
 def _affordable(
     start: SearchStart, sources: Sources, trials: Trials, console: SearchConsole
 ) -> tuple[Sources, dict[str, Work]]:
-    """The orders that the effort allows, never none, and what each was counted to cost. Says what they cost, and what is left out.
+    """The orders that the effort allows (at least one), and each one's counted cost; says what is left out.
 
-    Decided by counted work, so that the same seed gives the same plan on every machine, however busy.
+    Counted work decides, so that the same seed gives the same plan on every machine, however busy.
     """
     effort = start.search.effort
     chosen: Sources = {}
@@ -223,14 +223,14 @@ def _affordable(
         if cost.passes:
             work[name] = cost
         chosen[name] = strategy, scores
-    # Statistics, and a first look, are made once for all.
+    # Statistics, and the first measurement of effects, are made once for all.
     if costs := [cost for cost in work.values() if cost.left_out is None]:
         console.say(f"Planning will take about {max(costs, key=lambda cost: cost.passes)}.")
     return chosen, work
 
 
 def _make_orders(start: SearchStart, sources: Sources, trials: Trials, console: SearchConsole) -> dict[str, Order]:
-    """The orders in which heads may go, by name."""
+    """Make the orders, by name."""
 
     def make(strategy: str, scores: HeadScores | None, progress: Progress) -> Order:
         search = replace(start.search, scores=scores, progress=progress)
@@ -254,10 +254,10 @@ def _fit_budgets(
     subject_for: Callable[[Budget], Subject],
     console: SearchConsole,
 ) -> dict[str, tuple[Fit, ...]]:
-    """The plans of every order that meets all budgets; says why others do not.
+    """The plans of every order that meets all budgets; tells the console why others do not.
 
     Raises:
-        HeadPruneError: None does: what is wrong with the first.
+        HeadPruneError: No order does; the first order's error.
     """
     fits: dict[str, tuple[Fit, ...]] = {}
     misses: list[HeadPruneError] = []
@@ -274,15 +274,15 @@ def _fit_budgets(
 
 
 def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
-    """How good an order's plans are on the examples that choose, over all budgets; minus infinity where an answer is NaN, which `max` would keep."""
-    # Where accuracy is the budget, fewer heads are what is wanted.
+    """How good an order's plans are on the choosing examples, over all budgets; -inf for NaN, as `max` may keep NaN."""
+    # For a budget of lost accuracy, fewer heads are better.
     drops = [fit for fit in fits if fit.budget is not None and fit.budget.by_metric]
     merit = sum(trials.merit(fit.plan) for fit in fits)
     return (-sum(fit.plan.kept for fit in drops), -math.inf if math.isnan(merit) else merit)
 
 
 def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
-    """What budgets are measured on: the dense model, with what trials know of it.
+    """The `Subject` that budgets are measured on: the dense model, with its new biases and changes of the metric.
 
     Args:
         example: For the proof of every prune.
@@ -293,7 +293,7 @@ def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
 
 
 def may_add_biases(strategy: str, model: nn.Module, layers: Layers) -> bool:
-    """Whether repair may add biases: not to plans that the stock class can represent without them, and not with them."""
+    """Whether repair may add biases: not to ``uniform`` plans of a stock class that has no place for them."""
     counts = StockCounts.of(model, layers) if strategy == "uniform" else None
     return counts is None or counts.has_place_for_biases()
 

@@ -27,7 +27,7 @@ _EDITED = "was changed after headprune had written it."  # the end of a note: by
 class PruningPlan:
     """The heads to remove.
 
-    Its file may be edited: only ``drop`` is needed, and the other fields are made again when the plan is applied to a model
+    Its file may be edited: only ``drop`` is needed; the other fields are made again when the plan is applied to a model
     (`on`).
 
     Attributes:
@@ -57,8 +57,8 @@ class PruningPlan:
         """Refuse a model whose weights are not those that were scored.
 
         Args:
-            repaired_for: This plan's heads by the layers' names, where the model may also be what `headprune.repair` made, for
-                just these heads, of the model that was scored.
+            repaired_for: This plan's heads by the layers' names, if the model may also be the scored model after
+                `headprune.repair` for just these heads.
 
         Raises:
             HeadPruneError: It is another model, or repaired for other heads.
@@ -93,7 +93,7 @@ class PruningPlan:
         kept = total - sum(map(len, drop.values()))
         if (kept, total) == (self.kept, self.total):
             return replace(self, drop=drop)
-        # Edited by hand: what the plan says about its making is about other heads.
+        # Edited by hand: the plan's other fields describe other heads.
         edited = tuple(note for note in self.notes if note.endswith(_EDITED))
         return PruningPlan(drop, kept, total, kept, model=self.model, notes=edited)
 
@@ -138,7 +138,7 @@ class PruningPlan:
 
 @dataclass(frozen=True)
 class RepairNote:
-    """What is noted on a repaired model, so that the plan that it was repaired for still applies to it.
+    """A note on a repaired model, so that the plan that it was repaired for still applies to it.
 
     Attributes:
         dense: Fingerprints of the model before, any of which a plan may name.

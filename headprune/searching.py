@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-_SET_ASIDE = 4  # every fourth batch chooses, where no others are given to choose by
+_SET_ASIDE = 4  # every fourth batch is set aside for choosing, if no others are given
 
 
 def search(
@@ -62,33 +62,37 @@ def search(
     accelerator: Accelerator | None = None,
     progress: Progress | None = None,
 ) -> list[PruningPlan]:
-    """Find the heads that can go: what `headprune prune` finds with the same examples.
+    """Find pruning plans, one for each budget, as `headprune prune` does with the same examples.
 
-    ``auto`` makes several orders in which heads may go, and takes the one whose plans, repaired, stay nearest to the dense model's answers.
+    ``auto`` makes several orders of removal, and takes the one whose repaired plans stay nearest to the dense model's
+    answers.
 
     Args:
         model: The dense model; its mode and weights are left as they were.
-        batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``. Never those of the report.
+        batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``. Never the
+            examples that results are reported on.
         keep: How many heads to keep: a count (36), a share (0.5) or a percentage ("50%"), or several of these.
-        budgets: What else a plan must hold, or several of these: ``"latency 80%"``, ``"flops 1.2G"``, ``"params 60M"``, ``"kv-cache 50%"`` (of
-            the dense model's, or in the unit; all on the first batch), or ``"drop 0.01"``: the fewest heads whose loss of accuracy (else of
-            perplexity; for language models `headprune prune` goes by that) on ``choose`` is below this with 95 % confidence.
-        choose: Other batches, that plans are compared on. By default every fourth of ``batches`` is set aside for this.
+        budgets: Other budgets, one or several: ``"latency 80%"``, ``"flops 1.2G"``, ``"params 60M"``,
+            ``"kv-cache 50%"`` (of the dense model's, or in the unit; all on the first batch), or ``"drop 0.01"``: the
+            fewest heads whose loss of accuracy (else of perplexity, as `headprune prune` always does for language
+            models) on ``choose`` is below this with 95 % confidence.
+        choose: Other batches, on which plans are compared. By default every fourth of ``batches`` is set aside.
         strategy: How heads are picked: ``"auto"``, or a name of `headprune.planning.STRATEGIES`.
         scores: From `headprune.score`. By default ``auto`` scores by gradient, others that need scores also by ablation; ``()``: none.
         repair: Whether the model will be repaired, so that plans are made for and compared on repaired models.
-        protect: What must stay: ``"L0,L3.H7"``.
+        protect: Layers and heads that must stay: ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
-        effort: How much work it may be: ``"low"``, ``"normal"`` or ``"high"`` (`headprune.planning.strategies`).
+        effort: How much work it may do: ``"low"``, ``"normal"`` or ``"high"`` (`headprune.planning.strategies`).
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``. Not needed for dicts with labels.
         distil: Score by the divergence from the dense model's answers (KL, nats) instead of a loss.
         layers: From `headprune.find_attention`, to save the trace.
-        seed: For what is drawn.
+        seed: For random numbers.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (steps done, steps in all, note).
 
     Returns:
-        A plan for each of ``keep``, then for each of ``budgets``. They are nested: heads that go from a larger model go from a smaller one too.
+        A plan for each of ``keep``, then for each of ``budgets``. They are nested: a plan that keeps fewer heads also
+        removes all heads that a plan with more removes.
 
     Raises:
         HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, or no examples.
@@ -115,7 +119,7 @@ def _search(
     distil: bool,
     console: SearchConsole,
 ) -> SearchResult:
-    """What `find_plans` finds with scores that were given, or are made here, on batches that were given, or are set aside here."""
+    """The result of `find_plans`, with scores and choosing batches as given, or else scored and set aside here."""
     constraints_of(options, maskable_of(model, layers))
     effort_named(options.effort)
     known = [scores] if isinstance(scores, HeadScores) else list(scores or ())
@@ -141,7 +145,7 @@ def _search(
 
 
 def methods_for(strategy: str) -> tuple[str, ...]:
-    """The scores that a strategy makes where there are none; by gradient is enough for `AUTO`, as it makes orders of its own."""
+    """Scoring methods for a strategy if no scores are given; one is enough for `AUTO`, which makes other orders too."""
     if strategy == AUTO:
         return ("gradient",)
     return DEFAULT_METHODS if needs_scores(strategy) else ()
@@ -150,7 +154,7 @@ def methods_for(strategy: str) -> tuple[str, ...]:
 def budgets_of(
     keep: Keep | Sequence[Keep], others: str | Budget | Sequence[str | Budget], layers: Layers
 ) -> tuple[Budget, ...]:
-    """A budget for every number of heads, and the others; what no model of these layers can keep is refused."""
+    """A budget for every number of heads, then the others; refuses numbers of heads that these layers cannot keep."""
     keeps = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else keep
     wanted = [budget_of(f"keep {each}") for each in keeps]
     for other in [others] if isinstance(others, str | Budget) else others:
@@ -165,7 +169,7 @@ def budgets_of(
 
 
 def _metric(model: nn.Module, chooses: Sequence[Any], loss_fn: LossFn | None) -> str:
-    """What a budget of lost accuracy is about: as `headprune.compare` chooses it, but never the loss."""
+    """The metric for a budget of lost accuracy: the first that `headprune.compare` would choose, but never the loss."""
     if not chooses:
         message = "What is lost is measured on other examples than heads are chosen by, and one batch was given."
         raise HeadPruneError(message, "Pass choose=[batch, …] with other examples.")
@@ -178,7 +182,7 @@ def _metric(model: nn.Module, chooses: Sequence[Any], loss_fn: LossFn | None) ->
 
 
 def split_batches(batches: list[Any], choose: Iterable[Any] | None, compares: bool) -> tuple[list[Any], list[Any]]:
-    """The batches to fit to, and those to choose by: those that were given, or else every fourth, if any are needed."""
+    """The batches to fit to, and those to choose by: the given ones, or else every fourth batch, if any are needed."""
     if choose is not None:
         return batches, given_to_choose(choose, batches)
     if not compares or len(batches) < 2:

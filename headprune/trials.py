@@ -1,4 +1,4 @@
-"""Plans tried on examples: heads masked, the others repaired, each measured once. What searches compare plans by."""
+"""Trials of plans on examples, by which searches compare plans: heads masked, others repaired, each measured once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from headprune.store import Store
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """How a plan did on the choosing examples: divergence from the dense model's answers, or where that is not known the loss, in nats.
+    """How a plan did on the choosing examples, in nats: divergence from the dense answers, or if not known, the loss.
 
-    A divergence is never less than what rounding makes of equal answers (`headprune.divergence.Divergence.rounding`).
+    A divergence is never below the rounding error of equal answers (`headprune.divergence.Divergence.rounding`).
     """
 
     budget: str
@@ -37,18 +37,18 @@ class ComparedPlan:
 
 @dataclass(eq=False)
 class Trials:
-    """Plans tried on the examples that choose: heads masked, not removed, and the others repaired. Each is measured once.
+    """Trials of plans on the choosing examples: heads masked, not removed, the others repaired. Each is measured once.
 
     Attributes:
         model: The dense model. It changes only while a context of `repaired` lasts.
         layers: Its attention layers.
         batches: Examples that repair is fitted to, and that heads are ranked by.
-        choose: Others, that plans are compared on.
-        repair: Whether the heads that stay are refitted in a plan that is tried.
-        biases: Whether repair may give output projections a bias that have none.
-        metric: Of a point of the trade-off curve, and of a budget of lost accuracy.
+        choose: Other examples, on which plans are compared.
+        repair: Whether the kept heads are refitted in a trial.
+        biases: Whether repair may give a bias to output projections without one.
+        metric: The metric of the trade-off curve, and of a budget of lost accuracy.
         loss_fn: As for `headprune.evaluate`.
-        store: Where what is measured is kept.
+        store: Keeps the measurements.
     """
 
     model: nn.Module
@@ -63,7 +63,7 @@ class Trials:
 
     @cached_property
     def calibration(self) -> Calibration:
-        """The dense model, and the examples that repair is fitted to; with nothing to fit to, if there is to be no repair."""
+        """The calibration for repair, on ``batches``; without repair, one that refits nothing."""
         return calibrate(self.model, self.layers, self.batches, repair=self.repair, biases=self.biases)
 
     @cached_property
@@ -76,7 +76,7 @@ class Trials:
         if not self.repair or "calibration" not in vars(self):
             return ()
         known = self.calibration
-        # Of attention the whole module: a stand-in's projections are parts of tensors that have other names there.
+        # Whole attention modules: a stand-in's projections are parts of tensors with other names in the original.
         around = [layer.module for layer in self.layers]
         return [*around, *(p.name for p in known.projections), *(v.name for v in known.values.values())]
 
@@ -87,16 +87,16 @@ class Trials:
 
     @property
     def maskable(self) -> list[AttentionLayer]:
-        """The layers that plans count."""
+        """The layers whose heads plans count."""
         return [layer for layer in self.layers if layer.maskable]
 
     def masked(self, drop: Heads, batches: Sequence[Any]) -> Measurement:
-        """The model as it is now, without some heads, on batches."""
+        """Evaluate the current model on batches, with some heads masked."""
         with mask(self.model, drop, layers=self.layers):
             return evaluate(self.model, batches, loss_fn=self.loss_fn)
 
     def measure(self, drop: Heads, *, whole: bool = False) -> Measurement:
-        """The model without some heads, repaired, on the examples that choose; ``whole`` as for `repaired`."""
+        """Evaluate the repaired model on the choosing examples, with some heads masked; ``whole`` as for `repaired`."""
 
         def measured() -> Measurement:
             with self.repaired(drop, whole=whole):
@@ -106,11 +106,11 @@ class Trials:
 
     @contextmanager
     def repaired(self, drop: Heads, *, whole: bool = False) -> Iterator[Repair | None]:
-        """The model repaired, while the context lasts; what that did.
+        """Repair the model while the context lasts; gives the `Repair`, or None if nothing was refitted.
 
         Args:
-            whole: Whether as what is reported is: with the last step, and without those that do no better on the examples that
-                choose (`headprune.repairing.steps`).
+            whole: Whether to repair as for the report: with the last step, and without steps that do no better on the
+                choosing examples (`headprune.repairing.steps`).
         """
         if not self.repair or not any(drop.values()):
             yield None
@@ -129,16 +129,16 @@ class Trials:
             yield summary(calibration, weights, measured + self.passes - before)
 
     def change_at(self, plan: PruningPlan) -> Change:
-        """The paired change from the dense model to a plan, repaired as it will be."""
+        """The paired change from the dense model to a plan, repaired as for the report."""
         return compare(self.measure({}), self.measure(plan.drop, whole=True), self.metric)
 
     @property
     def judged_by(self) -> str:
-        """What `merit` goes by, for the report."""
+        """What `merit` measures, for the report."""
         return "the divergence (KL) from the dense model's answers" if self._fidelity.known else "the loss"
 
     def check_compares(self) -> None:
-        """Refuse to compare plans where there are no examples that choose.
+        """Refuse to compare plans without choosing examples.
 
         Raises:
             HeadPruneError: There are none.
@@ -150,11 +150,11 @@ class Trials:
     def merit(self, plan: PruningPlan) -> float:
         """How good a plan is; higher is better.
 
-        By how near its answers stay to the dense model's: minus the logarithm of the divergence, so that large and small
-        budgets weigh alike. Minus the loss, where these answers are not known.
+        Minus the logarithm of the divergence from the dense model's answers, so that large and small budgets weigh
+        alike; minus the loss, if these answers are not known.
 
         Raises:
-            HeadPruneError: There are no examples that choose.
+            HeadPruneError: There are no choosing examples.
         """
         self.check_compares()
         if not self._fidelity.known:
@@ -167,7 +167,7 @@ class Trials:
         return self.store.get(f"merit {sorted(plan.drop.items())}", nearness)
 
     def judge(self, plan: PruningPlan) -> ComparedPlan:
-        """What `merit` goes by, in nats."""
+        """The divergence or loss that `merit` measures, in nats."""
         cost = -self.merit(plan)
         if self._fidelity.known:
             return ComparedPlan(plan.budget, plan.kept, divergence=math.exp(cost))

@@ -1,4 +1,4 @@
-"""How far a mean over examples may be from the truth, also with few examples, or with an effect in only a few of them.
+"""Intervals and p-values for a mean over examples, also with few examples, or with an effect in only a few of them.
 
 A sample without any of the rare large effects looks certain: no example changed, so the interval has no width. The
 remedy is known from proportions (Agresti and Coull 1998, "Approximate is better than exact"; for paired
@@ -44,7 +44,7 @@ def quantile(examples: int) -> float:
 
 
 def p_value(deviation: float, error: float, examples: int) -> float:
-    """Two-sided p-value of the hypothesis that an estimate is 0 in truth: below .05 if and only if its interval does not contain 0."""
+    """Two-sided p-value of an estimate being 0 in truth: below .05 if and only if its interval does not contain 0."""
     if error == 0:
         return 0.0 if deviation else 1.0
     return float(2 * student.sf(abs(deviation) / error, _freedom(examples)))
@@ -78,9 +78,10 @@ _SPLITS = 100  # of the examples into halves
 def split_half(effects: np.ndarray, seed: int = 0) -> float | None:
     """The rank correlation to expect between these scores and those of as many other examples, from 0 to 1.
 
-    The examples are cut into two random halves many times. The mean Spearman correlation r between the scores of two halves says what half of
-    the examples is worth; 2 r / (1 + r) what all are (Spearman 1910, Brown 1910). A bootstrap says far too much: its resamples share
-    the noise of the scores that they are compared with (docs/methods.md has the figures).
+    The examples are cut into two random halves many times. The mean Spearman correlation r between two halves' scores
+    is that of half the examples; 2 r / (1 + r) is that of all (Spearman 1910, Brown 1910). A bootstrap is far too
+    optimistic: its resamples share the noise of the scores that they are compared with (docs/methods.md has the
+    figures).
 
     Args:
         effects: ``[examples, heads]``, whose mean over examples are the scores.
@@ -100,7 +101,7 @@ def split_half(effects: np.ndarray, seed: int = 0) -> float | None:
 
 
 def _correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Spearman's of every row of ``a`` with that row of ``b``; 0 where a row is constant."""
+    """Spearman correlation of every row of ``a`` with the same row of ``b``; 0 where a row is constant."""
     x, y = (rankdata(rows, axis=1) - (rows.shape[1] + 1) / 2 for rows in (a, b))
     scale = np.sqrt((x**2).sum(axis=1) * (y**2).sum(axis=1))
     return np.asarray((x * y).sum(axis=1) / np.where(scale == 0, 1, scale))

@@ -1,4 +1,4 @@
-"""Budgets: what a user asks for, and the plan with the most heads that holds it. One class a kind, in a register.
+"""Budgets: what a user asks for, and the plan with the most heads that meets it. One registered class for each kind.
 
 torch is imported where plans are measured, not here: the command line makes its options from the register.
 """

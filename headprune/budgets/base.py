@@ -1,4 +1,4 @@
-"""What every budget can do, what plans are measured on, how a search finds the most heads that hold one, and the register of kinds."""
+"""Base classes of budgets, the search for the plan with the most heads that meets one, and the register of kinds."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _SHARE = "of the dense model's"
 
 @dataclass(frozen=True)
 class Reading:
-    """What a plan costs, in a budget's terms: a share of the dense model's, or in its unit.
+    """A plan's cost, in a budget's terms: a share of the dense model's, or in its unit.
 
     Attributes:
-        low, high: 95 % interval; both are ``value`` for what is counted. A budget holds if ``high`` does not exceed it.
+        low, high: 95 % interval; both are ``value`` for a count. A plan meets a budget if ``high`` does not exceed it.
     """
 
     value: float
@@ -38,14 +38,13 @@ class Reading:
 
     @classmethod
     def exact(cls, value: float) -> Reading:
-        """Of what is counted, not timed."""
+        """The reading of a count, without an interval."""
         return cls(value, value, value)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan that holds a budget (None for a plan of the user's), and what it was measured to cost (None where heads are
-    just counted)."""
+    """A plan that meets a budget (None for a user's own plan), and its measured cost (None for a budget of heads)."""
 
     plan: PruningPlan
     budget: Budget | None = None
@@ -61,8 +60,8 @@ class Subject:
         example: For the proof of every prune.
         inputs: What is timed, and what operations are counted on.
         biases: Modules that the repair may give a bias, which costs something too.
-        change: The change of the metric (accuracy or perplexity) from the dense model to a plan, repaired, on the examples that
-            choose; the same for the same plan. None before there is a search.
+        change: The change of the metric (accuracy or perplexity) from the dense model to a repaired plan on the
+            choosing examples; the same for the same plan. None before there is a search.
     """
 
     model: nn.Module
@@ -86,7 +85,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Budget(ABC):
-    """What must not be exceeded. Each kind is a subclass, registered by `kind`.
+    """A limit that a plan must not exceed. Each kind is a subclass, registered by `kind`.
 
     Attributes:
         text: As the user wrote it, such as ``"80%"``.
@@ -102,11 +101,11 @@ class Budget(ABC):
         unit: What `amount` counts.
         suffixes: What may follow a number, and the factor that it stands for.
 
-    And where it is otherwise than for most:
-        timed: Whether it is measured on an input of the size that latency is about, not on a single example.
-        by_groups: Whether only whole key/value groups bring it down, so that heads are not taken from every group.
-        by_metric: Whether it limits what the metric may lose, perhaps nothing: then the fewest heads that hold it are looked for, examples
-            to choose by are needed, and a percentage is no share of what the dense model needs.
+    And if it differs from the default:
+        timed: Whether it is measured on an input of the size for latency, not on a single example.
+        by_groups: Whether only removing whole key/value groups lowers it, so that slices are not tried.
+        by_metric: Whether it limits the loss of the metric (to 0, perhaps). Then the search is for the fewest heads
+            that meet it, choosing examples are needed, and a percentage is no share of what the dense model needs.
     """
 
     text: str
@@ -145,11 +144,11 @@ class Budget(ABC):
         return f"{self.kind} {self.text}"
 
     def heads(self, total: int) -> int | None:
-        """How many of all heads it lets stay; None where that must be measured."""
+        """How many of ``total`` heads may stay; None if that must be measured."""
         return None
 
     def check(self) -> None:
-        """Refuse, before anything is loaded, what every dense model holds.
+        """Refuse a budget that every dense model meets, before anything is loaded.
 
         Raises:
             HeadPruneError: There would be nothing to prune.
@@ -159,7 +158,7 @@ class Budget(ABC):
             raise HeadPruneError(message, f"Ask for less, for instance {self.flag} 80%.")
 
     def check_dense(self, subject: Subject) -> None:  # noqa: B027  # a budget that no dense model holds
-        """Refuse, before the long work, what this dense model holds.
+        """Refuse a budget that this dense model meets, before the long work.
 
         Raises:
             HeadPruneError: There would be nothing to prune, or the model has nothing that this budget limits.
@@ -167,7 +166,7 @@ class Budget(ABC):
 
     @abstractmethod
     def fit(self, order: Order, subject: Subject) -> Fit:
-        """The plan of an order that holds this budget.
+        """The plan of an order that meets this budget.
 
         Raises:
             HeadPruneError: No plan does; the hint says the nearest budget that can be met.
@@ -204,16 +203,16 @@ class Budget(ABC):
 
 
 PlanCost = Callable[["PruningPlan", bool], Reading]
-"""What a plan costs: an estimate for the search, which falls (about) as heads go; or, where True is passed too, as it was measured just now on
-a model that was really pruned."""
+"""A plan's cost: with False an estimate for the search, which falls (about) as heads are removed; with True a new
+measurement on a pruned copy."""
 
 
 class Limit(Budget):
-    """A budget of something that falls as heads go, and can be measured on a pruned copy."""
+    """A budget of a cost that falls as heads are removed, and that can be measured on a pruned copy."""
 
     @abstractmethod
     def cost(self, subject: Subject) -> PlanCost:
-        """How to tell what a plan costs, in the terms of this budget.
+        """A function that gives a plan's cost in this budget's terms.
 
         Raises:
             HeadPruneError: The model has nothing that this budget limits.
@@ -228,10 +227,10 @@ class Limit(Budget):
             raise HeadPruneError(message, f"Ask for less, for instance {self.at_least(dense.value / 2)}.")
 
     def fit(self, order: Order, subject: Subject) -> Fit:
-        """The plan with the most heads that holds this budget.
+        """The plan with the most heads that meets this budget.
 
-        Bisects on estimates, then measures the plan that this gives, and goes on to fewer heads, in growing strides, while
-        that exceeds the budget: what is returned was measured to hold it, after it was chosen.
+        Bisects on estimates, then measures the plan found. While it exceeds the budget, plans with fewer heads are
+        measured, in growing strides. So the plan was measured to meet the budget after it was chosen.
 
         Raises:
             HeadPruneError: Even the fewest heads exceed the budget; the hint says the nearest that can be met.

@@ -1,4 +1,4 @@
-"""The kinds of budgets: what can be counted on a pruned copy, and what must be measured, time and the accuracy that is lost."""
+"""The kinds of budgets: costs that are counted on a pruned copy, and those that are measured (time, lost accuracy)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from headprune.planning import Order
     from headprune.plans import PruningPlan
 
-_GRID = 8  # parts into which a search for a drop cuts its range each time
+_GRID = 8  # parts into which each round of `Drop.fit` divides its range
 
 
 @budget("keep")
 class Keep(Budget):
-    """Heads, as a count or as a share of all; `heads` reads the text, since what it comes to depends on the model."""
+    """Heads, as a count or as a share of all; `heads` reads the text, since a share's count depends on the model."""
 
     flag = "--keep"
     short = "-k"
@@ -111,8 +111,7 @@ class Parameters(Counted):
 
 @budget("kv-cache")
 class KeyValueCache(Limit):
-    """Bytes per token of the cache: computed for the search, but measured on a real cache, of the dense model first, and of
-    what is chosen."""
+    """Bytes per token of the cache: computed for the search, measured for the dense model and the chosen plan."""
 
     flag = "--target-kv-cache"
     help = "A decoder's cache, bytes per token: 20K or 50%."
@@ -148,7 +147,7 @@ class KeyValueCache(Limit):
 
 
 def kv_cache_bytes(layers: Layers, drop: Mapping[str, Sequence[int]], size: int) -> int:
-    """Bytes per token in the key/value cache of a decoder's self-attention, once heads are gone.
+    """Bytes per token in the key/value cache of a decoder's self-attention without some heads.
 
     A key/value head stays as long as a query head of its group does. A layer without heads keeps one of them, where
     the cache needs it (`AttentionLayer.bypass`).
@@ -177,7 +176,7 @@ def kv_cache_bytes(layers: Layers, drop: Mapping[str, Sequence[int]], size: int)
 
 @budget("latency")
 class LatencyLimit(Limit):
-    """End-to-end time of a forward pass, the dense model's turn and the pruned one's alternating."""
+    """End-to-end time of a forward pass; runs of the dense and the pruned model alternate."""
 
     flag = "--target-latency"
     help = "Time of a forward pass, timed on this device: 12.5 (ms) or 80%."
@@ -199,7 +198,7 @@ class LatencyLimit(Limit):
         def timed(plan: PruningPlan, measured: bool) -> Reading:
             if not plan.drop and self.relative:
                 return Reading.exact(1.0)
-            # The search may err: the plan that it chooses is timed again, for as long as what is reported.
+            # The search's timings are shorter and may err: the chosen plan is timed again, as long as for the report.
             runs = latency.MIN_RUNS // (1 if measured else 2)
             least = latency.MIN_SECONDS / (1 if measured else 4)
             models = {"dense": subject.model, "pruned": subject.pruned(plan)}
@@ -234,10 +233,10 @@ class Drop(Budget):
     def fit(self, order: Order, subject: Subject) -> Fit:
         """The fewest heads such that the loss is no more than this budget, with 95 % confidence.
 
-        The budget must hold for the upper end of the 95 % interval of the loss (of accuracy, in parts of 1; or the relative
-        increase of perplexity), here and at every larger number of heads that was looked at. Those are a coarse grid down
-        to the first that fails, then a finer one between that and the last that held, and so on. Each grid depends on
-        nothing but the range, so a larger budget never keeps more heads, however noisy the measurements are.
+        The budget must hold for the upper end of the 95 % interval of the loss (of accuracy, in parts of 1; or the
+        relative increase of perplexity), here and at every larger number of heads that was measured. These are a coarse
+        grid down to the first that fails, then a finer one between that and the last that held, and so on. Each grid
+        depends on the range alone, so a larger budget never keeps more heads, however noisy the measurements are.
 
         Raises:
             HeadPruneError: Nothing can go; the hint says the nearest budget that can be met.
@@ -249,7 +248,7 @@ class Drop(Budget):
             if steps not in losses:
                 change = measure(order.after(steps))
                 readings = (change.value, change.low, change.high)
-                if change.metric == "accuracy":  # which should be large
+                if change.metric == "accuracy":  # higher is better: the loss is minus the change
                     readings = (-change.value, -change.high, -change.low)
                 losses[steps] = Reading(*readings)
             return not losses[steps].high > self.amount

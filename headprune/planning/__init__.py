@@ -1,4 +1,4 @@
-"""From scores to the heads that go: constraints, strategies, orders and budgets."""
+"""Turn importance scores into pruning plans: constraints, strategies and removal orders."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def plan(
     protect: str | Iterable[str] = (),
     min_heads_per_layer: int = 0,
 ) -> PruningPlan:
-    """Keep the most important heads, at most ``keep`` of them.
+    """Plan from scores alone: keep the most important heads, at most ``keep`` of them.
 
-    What can go alone is a head, or a key/value group (whose importance is the mean of its heads'), or one query head
-    of every group: whichever leaves the higher scores at this budget.
+    The unit of removal is a head. Where heads share key/value heads, it is a whole group (its importance is the mean
+    over its heads) or one query head of every group: whichever keeps more of the scores at this budget.
 
     Args:
         scores: From `headprune.score`.
         keep: A count (36), a share (0.5) or a percentage ("50%").
         strategy: ``"one-shot"`` ranks all heads of the model, ``"per-layer"`` gives every layer its share,
             ``"uniform"`` the same number to every layer, ``"layers"`` takes whole attention layers.
-        protect: What must stay: ``"L0,L3.H7"``.
+        protect: Layers and heads that must stay: ``"L0,L3.H7"``.
         min_heads_per_layer: Query heads that every layer keeps.
 
     Raises:
-        HeadPruneError: A budget below what can be pruned, below 1 or above the total; an unknown strategy or address;
+        HeadPruneError: A budget that is out of reach, below 1 or above the total; an unknown strategy or address;
             a strategy that runs the model.
     """
     if not needs_scores(strategy):
@@ -64,18 +64,18 @@ def arrange(
     kinds: Sequence[str] = (GROUPS, SLICES),
     judged: Sequence[int] = (),
 ) -> Order:
-    """The order in which heads go by a strategy.
+    """Return the order in which a strategy removes heads.
 
-    Where heads share key/value heads it is made twice, by whole groups and by equal query heads per group, and that
-    one is given that reaches more of the budgets, or whose plans there are better in sum. One kind serves all of them,
-    so that plans are nested.
+    Where heads share key/value heads, the strategy runs twice: once with whole groups, once with one query head of
+    every group at a time. An order wins if it is `Order.stock`, else if it reaches more budgets, else if its plans have
+    the higher total quality. One kind serves all budgets, so that plans are nested.
 
     Args:
-        levels: Numbers of kept heads that will be looked at; the fewest may be out of reach.
+        levels: Numbers of kept heads at which plans will be used; the smallest may be out of reach.
         quality: How good a plan is; higher is better. A search that can run the model measures it; by default it is
-            predicted, as minus the sum of the scores of the heads that go.
-        kinds: How heads that share key/value heads may go; a cache shrinks by whole groups alone.
-        judged: The levels at which the kinds are compared; all, if none are given.
+            predicted, as minus the sum of the removed heads' scores.
+        kinds: How heads that share key/value heads may be removed; only whole groups shrink a cache.
+        judged: The levels at which the kinds are compared; all by default.
 
     Raises:
         HeadPruneError: An unknown strategy, scores of another model, or nothing to rank by.
@@ -100,37 +100,37 @@ def arrange(
         worth = sum(judge(order.plan(k)) for k in common)
         return order.stock, reached, worth, -order.least, 0 if reached else -fewest
 
-    return max(orders, key=merit)  # the first, groups, on a tie
+    return max(orders, key=merit)  # on a tie the first: groups
 
 
 def _score_lost(plan: PruningPlan, scores: HeadScores) -> float:
-    """The sum of the scores of a plan's heads: for scores that are an added loss, the loss that it predicts, up to a constant."""
+    """Sum of the removed heads' scores. If scores are an added loss, this predicts the plan's loss up to a constant."""
     return sum(float(scores.values[name][heads].sum()) for name, heads in plan.drop.items())
 
 
 def check_strategy(name: str) -> None:
-    """Refuse a name that is no strategy's, and not `AUTO`.
+    """Refuse a name that is neither a registered strategy nor `AUTO`.
 
     Raises:
-        HeadPruneError: There is none of that name.
+        HeadPruneError: There is no strategy of that name.
     """
     registered(abouts(), "strategy", name)
 
 
 def needs_scores(name: str) -> bool:
-    """Whether a strategy goes by scores; the others run the model.
+    """Whether a strategy ranks heads by given scores; the others run the model.
 
     Raises:
-        HeadPruneError: There is none of that name.
+        HeadPruneError: There is no strategy of that name.
     """
     return name != AUTO and not strategy_named(name).runs_model
 
 
 def strategy_named(name: str) -> Strategy:
-    """A strategy of the register.
+    """The registered strategy of this name.
 
     Raises:
-        HeadPruneError: There is none of that name.
+        HeadPruneError: There is no strategy of that name.
     """
     check_strategy(name)
     return STRATEGIES[name]

@@ -1,4 +1,4 @@
-"""What the model's answers lose when heads go and W_O is refitted to the others: to first order, for every unit at once."""
+"""First-order effect on the model's answers of removing each unit and refitting W_O, for all units at once."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from headprune.repairing.examples import probe_of
 from headprune.running import frozen
 from headprune.scoring.gradient import finite
 
-_FIRST_RIDGE = 0.3  # for layers that have lost nothing yet, so that cross-validation has said nothing; see RIDGES
+_FIRST_RIDGE = 0.3  # for layers that have lost no head: cross-validation has not chosen a ridge yet; see RIDGES
 
 
 @dataclass(frozen=True)
 class _Removal:
-    """The changes of one W_O that the removal of each of its units brings: of unit u ``(x - mean) P[:, u] Q[u]``.
+    """How removing each unit changes the output of one W_O: for unit u by ``(x - mean) P[:, u] Q[u]``.
 
     Attributes:
-        kept: Inputs that are there, ``[in]``.
+        kept: Indices of the inputs that are not removed yet, ``[in]``.
         mean: Their mean, ``[in]``.
         left: P, ``[in, units, width]``.
         right: Q, ``[units, width, out]``.
-        columns: Where the units are among all of the model's.
+        columns: Positions of these units among all units.
     """
 
     kept: Tensor
@@ -42,7 +42,7 @@ class _Removal:
     columns: list[int]
 
     def near(self, x: Tensor) -> _Removal:
-        """This, where W_O's inputs ``x`` are, and of a type to multiply them with."""
+        """A copy on the device of W_O's inputs ``x``, in float64 if they are, else in float32."""
         kind = torch.float64 if x.dtype == torch.float64 else torch.float32
         if self.left.device == x.device and self.left.dtype == kind:
             return self
@@ -53,27 +53,26 @@ class _Removal:
 def effects(
     calibration: Calibration, layers: Layers, drop: Heads, units: Sequence[Unit], examples: int | None = None
 ) -> Tensor:
-    """First-order change of the model's answers to every example if a unit goes too, ``[examples, units]``, float64.
+    """First-order change of the answers to every example if a unit is removed too, ``[examples, units]``, float64.
 
-    The model is as it is without the heads in ``drop``, repaired. When unit u goes, the refit changes W_O by
-    ``dW_u = -H^-1[:, u] (H^-1[u, u])^-1 W[u]``, H being the ridge regression's Hessian over the kept inputs (and over what the
-    heads could read instead, along some directions, where values are refitted too): the optimal
-    brain surgeon for a block (Hassibi and Stork 1992; for heads and layers Kurtic et al. 2023, ZipLM, arXiv:2302.04089,
-    equation 2). There it is judged by the layer's own squared error, here by what the model makes of it: the effect on
-    example i is ``sum_t <g_t, x_t dW_u>`` over its tokens, g_t being the slope at W_O's output of a random projection of
-    the answers whose square is the Fisher information in expectation. It is the gate gradient of Michel et al. (2019),
-    but of a head that goes and is made up for, as far as the others can. Of a layer whose W_O cannot be refitted it is
-    the gate gradient.
+    The model is the repaired one without the heads in ``drop``. If unit u is removed, the refit changes W_O by
+    ``dW_u = -H^-1[:, u] (H^-1[u, u])^-1 W[u]``. H is the ridge regression's Hessian over the kept inputs and, where
+    values are refitted too, over what heads could read along further directions. This is the optimal brain surgeon for
+    a block (Hassibi and Stork 1992; for heads and layers Kurtic et al. 2023, ZipLM, arXiv:2302.04089, equation 2).
+    ZipLM judges it by the layer's squared error; here it is followed through the model: the effect on example i is
+    ``sum_t <g_t, x_t dW_u>`` over its tokens. g_t is the slope (gradient) at W_O's output of a random projection of the
+    answers; its square is the Fisher information in expectation. So the effect is the gate gradient of Michel et al.
+    (2019), but with the removal compensated by the other heads. If a layer's W_O cannot be refitted, it is just that.
 
     Args:
-        calibration: The dense model, and how the heads that stay are refitted. With an infinite ridge nothing is made up for.
-        layers: What the units' layers are counted in.
-        drop: What is gone, ``{layer_name: [head, ...]}``.
-        units: What may go next.
-        examples: How many to look at, about; all, by default.
+        calibration: The dense model, and how kept heads are refitted. With an infinite ridge nothing is compensated.
+        layers: The layers that `Unit.layer` indexes.
+        drop: Heads that are removed already, ``{layer_name: [head, ...]}``.
+        units: The units that may be removed next.
+        examples: About how many examples to use; all by default.
 
     Raises:
-        HeadPruneError: Some are not finite.
+        HeadPruneError: Some effects are not finite.
     """
     weights = fit_layers(calibration, drop)
     every = {p.name: _removal(calibration, p, layers, drop, weights, units) for p in calibration.projections}
@@ -113,12 +112,12 @@ def _gated(calibration: Calibration, layers: Layers, index: int, units: Sequence
     runner, model = calibration.runner, calibration.model
     names = {layers[unit.layer].name: layers[unit.layer] for unit in units}
     rows = []
-    # One by one: at these layers nobody has seen which rows are whose.
+    # One example at a time: at these layers it is not known which rows belong to which example.
     for row, one in enumerate(runner.rows.singles(runner.batches[index])):
         gates = {name: torch.ones(a.num_heads, dtype=torch.float64, requires_grad=True) for name, a in names.items()}
         with torch.enable_grad(), runner.deterministic_eval(), frozen(model), gated(model, layers, gates):
             output = call(model, inputs_of(model, one))
-            # Answers may depend on none of these layers, but then on others, or they cannot be differentiated at all.
+            # If the answers depend on none of these layers, the effects are 0; if on no layer, `probe_of` raises.
             slopes: Sequence[Tensor | None] = [None] * len(gates)
             if not calibration.projections or any(t.requires_grad for t in tensors(output)):
                 probe = probe_of(model, output, one, runner.first(index) + row, runner.rows)
@@ -137,7 +136,7 @@ def _removal(
     weights: RepairWeights,
     units: Sequence[Unit],
 ) -> _Removal | None:
-    """What the removal of each of the units that end in one W_O does to it."""
+    """How removing each unit that ends in one W_O changes it; None if no unit does."""
     features = {layer.name: layer.output_projection.features for layer in projection.layers if layer.output_projection}
     columns = [i for i, unit in enumerate(units) if layers[unit.layer].name in features]
     if not columns:
@@ -161,10 +160,10 @@ def _removal(
     for u, these in enumerate(own):
         right[u, : len(these)] = -current[these]
         block = [at[f] for f in these]
-        if inverse is None:  # nothing is made up for: the unit's inputs alone lose their weights
+        if inverse is None:  # nothing is compensated: only the unit's own weights become zero
             left[block, u, range(len(these))] = 1.0
             continue
-        if values is not None:  # what its heads could have read goes with it
+        if values is not None:  # what its heads could read along further directions is removed too
             starts = [len(projection.weight) + h * values.head_dim for _, h in heads[u]]
             block += [at[start + j] for start in starts for j in range(values.head_dim)]
         left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
@@ -172,7 +171,7 @@ def _removal(
 
 
 def _effects(size: int, removal: _Removal, x: Tensor, slope: Tensor) -> Tensor:
-    """The effects seen at one call of a W_O, ``x`` [rows, ..., in] and ``slope`` [rows, ..., out]: ``[examples, units]``, float64."""
+    """Effects ``[examples, units]``, float64, at a call of a W_O: ``x`` [rows, ..., in], ``slope`` [rows, ..., out]."""
     kind = removal.left.dtype
     centred = x[..., removal.kept].to(kind) - removal.mean
     inner = torch.einsum("...d,dus->...us", centred, removal.left)
@@ -181,5 +180,5 @@ def _effects(size: int, removal: _Removal, x: Tensor, slope: Tensor) -> Tensor:
     # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
     if each.shape[0] % size == 0:
         return doubled(each.reshape(size, -1, each.shape[-1]).sum(1))
-    # What is not per example counts for all of them.
+    # Rows that belong to no single example: every example gets an equal share of the sum.
     return (doubled(each.flatten(0, -2).sum(0)) / size).expand(size, -1)

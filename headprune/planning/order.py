@@ -1,4 +1,4 @@
-"""Heads in the order in which they go: what goes together, what must stay, and the nested plans that an order's prefixes are."""
+"""Orders of removal: units of heads, the user's constraints, and the nested plans that an order's prefixes give."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GROUPS, SLICES = "groups", "slices"
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a user wants to stay.
+    """Heads that the user wants to keep.
 
     Attributes:
         protect: Heads that stay, ``{layer_name: [head, ...]}``.
-        min_heads: Query heads that every layer keeps, at least (all of them, where it has fewer).
+        min_heads: Query heads that every layer keeps at least (a layer with fewer keeps all).
     """
 
     protect: Heads = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Constraints:
         return frozenset(self.protect.get(layer.name, ()))
 
     def room(self, layer: AttentionLayer) -> int:
-        """How many heads of a layer may go, whatever they are."""
+        """How many heads a layer may lose, by ``min_heads``; protected heads are not counted here."""
         return max(layer.num_heads - self.min_heads, 0) if layer.prunable else 0
 
 
@@ -68,12 +68,12 @@ def _address(text: str, layers: Layers) -> tuple[AttentionLayer, Iterable[int]]:
 
 
 class Unit(NamedTuple):
-    """Heads of one layer that go together. Units sort by score, then by position.
+    """Heads of one layer that are removed together. Units sort by score, then by position.
 
     Attributes:
         score: The mean of its heads' scores.
         layer: Position of the layer.
-        heads: Which go.
+        heads: The heads.
     """
 
     score: float
@@ -82,15 +82,15 @@ class Unit(NamedTuple):
 
 
 def units_of(layers: Layers, values: Mapping[str, Tensor], constraints: Constraints, kind: str) -> list[list[Unit]]:
-    """For every layer, the units that may go, those with the least score first.
+    """The units that may be removed from every layer, lowest score first.
 
-    Units that a layer needs to keep ``constraints.min_heads`` are left out: those with the highest scores.
+    The units of highest score that a layer needs to keep ``constraints.min_heads`` heads are left out.
 
     Args:
         values: ``{layer_name: [num_heads]}``, higher is more important.
-        kind: How heads that share key/value heads go: ``"groups"`` goes whole group by group, ``"slices"`` takes one
-            query head from every group, those with the least score first within their groups. Where no heads share,
-            single heads go either way.
+        kind: How heads that share key/value heads are removed: ``"groups"`` takes one whole group at a time,
+            ``"slices"`` one query head of every group, the lowest score in each group first. Heads that share none are
+            single units either way.
     """
     units_by_layer = []
     for i, layer in enumerate(layers):
@@ -106,23 +106,23 @@ def units_of(layers: Layers, values: Mapping[str, Tensor], constraints: Constrai
 
 
 def grouped(layer: AttentionLayer, constraints: Constraints) -> list[tuple[int, ...]]:
-    """A protected head keeps its whole group: the group's other heads cannot go without it."""
+    """The heads or key/value groups of a layer without a protected head: a group cannot be removed in part."""
     protected = constraints.protected(layer)
     return [unit for unit in layer.units if not protected & set(unit)]
 
 
 def sliced(layer: AttentionLayer, scores: Mapping[int, float]) -> list[tuple[int, ...]]:
-    """Of a layer whose heads share key/value heads: one head of every group at a time, those with the least score first.
+    """Slices of a layer with key/value groups: each has one head of every group, lowest scores first.
 
     Args:
-        scores: Of the heads that may go. There are as many slices as the group has of them that has fewest.
+        scores: Of the heads that may be removed. The group with the fewest of these sets the number of slices.
     """
     queues = [sorted((h for h in group if h in scores), key=lambda h: (scores[h], h)) for group in layer.groups]
     return [tuple(sorted(heads)) for heads in zip(*queues, strict=False)]
 
 
 def why_stay(layers: Layers, constraints: Constraints) -> tuple[str, ...]:
-    """Why not all heads can go, a reason each."""
+    """The reasons why some heads cannot be removed."""
     reasons = []
     fixed = [layer for layer in layers if not layer.prunable]
     if fixed:
@@ -151,17 +151,17 @@ def addresses(heads: Heads, layers: Layers) -> str:
 
 @dataclass(frozen=True)
 class Order:
-    """Heads in the order in which they go.
+    """An order of removal; each of its prefixes is a plan.
 
     Attributes:
         heads: How many heads each layer has, in the model's order.
-        steps: What goes together, first to last: a head, a key/value group, a head of every group or of every layer.
+        steps: Heads removed together, first to last: a head, a key/value group, one of every group or of every layer.
         strategy: How the order was made.
         method: The scores it was made from, if any.
         model: Fingerprint of the model it is for.
         stays: Why the heads that are in no step stay.
         notes: What else a reader should know.
-        stock: Whether every plan is one that the model's stock class can represent, as far as names and shapes tell.
+        stock: Whether the model's stock class can represent every plan, as far as names and shapes tell.
     """
 
     heads: dict[str, int]
@@ -175,7 +175,7 @@ class Order:
 
     @property
     def total(self) -> int:
-        """Heads there are."""
+        """Heads of all layers."""
         return sum(self.heads.values())
 
     @property
@@ -188,7 +188,7 @@ class Order:
         return tuple(self.total - gone for gone in accumulate(map(_size, self.steps), initial=0))
 
     def after(self, steps: int) -> PruningPlan:
-        """The plan after so many steps."""
+        """The plan that removes the heads of the first ``steps`` steps."""
         gone: Heads = {}
         for step in self.steps[:steps]:
             for name, heads in step.items():
@@ -202,7 +202,7 @@ class Order:
         """The plan that keeps the most heads, but no more than ``keep``.
 
         Raises:
-            HeadPruneError: Fewer than ``keep`` heads would have to stay.
+            HeadPruneError: More than ``keep`` heads have to stay.
         """
         kept = self.kept()
         if keep < kept[-1]:
@@ -220,14 +220,14 @@ class Order:
         return replace(plan, asked=keep, notes=(note, *plan.notes))
 
     def reaches(self, keep: int) -> bool:
-        """Whether a plan keeps no more than ``keep`` heads, and some."""
+        """Whether some plan keeps at least 1 and at most ``keep`` heads."""
         return self.least <= keep and any(0 < kept <= keep for kept in self.kept())
 
     def some(self, keep: int) -> PruningPlan:
-        """As `plan`, for a number of heads that somebody asked for.
+        """As `plan`, but refuses a plan that keeps no head.
 
         Raises:
-            HeadPruneError: So many heads go together that none would stay, or fewer than ``keep`` would have to stay.
+            HeadPruneError: The last heads can only be removed together, so that none would stay; or as `plan`.
         """
         plan = self.plan(keep)
         if not plan.kept:
@@ -238,5 +238,5 @@ class Order:
 
 
 def _size(step: Mapping[str, Sequence[int]]) -> int:
-    """Heads in a step."""
+    """The number of heads in a step."""
     return sum(map(len, step.values()))

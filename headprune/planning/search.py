@@ -1,4 +1,4 @@
-"""Strategies that look at the model, or at pairs of heads, while heads go."""
+"""Strategies that run the model, or weigh pairs of heads, while they remove heads."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from headprune.planning.strategies import Search, SearchState, Work, flops_of_pa
 from headprune.repairing import Calibration, calibrate, fit_layers
 from headprune.repairing.runner import Runner
 
-_LOOKING = ("re-scored", "compensated", "greedy")  # strategies that look at the model
-_SHARE = 1 / 6  # of the kept heads that go before they are looked at again
-_TRIED, _TRIED_EXAMPLES = 6, 256  # units that greedy tries before one goes, and the examples it tries them on
+_LOOKING = ("re-scored", "compensated", "greedy")  # strategies that run the model
+_SHARE = 1 / 6  # of the kept heads: when so many are removed, effects are measured again
+_TRIED, _TRIED_EXAMPLES = 6, 256  # units that greedy tries before it removes one, and the examples it tries them on
 
 
 @strategy("re-scored", runs_model=True)
@@ -30,7 +30,7 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
     """In steps; those heads go next whose removal, with the others refitted, changes the model's answers least.
 
     The measure is the mean over examples of `effects`' absolute values, measured again at every level and whenever a sixth
-    of the heads has gone.
+    of the kept heads is removed.
     """
     return _in_steps(search, "re-scored", stages(SearchState(search).kept, levels))
 
@@ -39,8 +39,9 @@ def rescored(search: Search, levels: Sequence[int]) -> Order:
 def compensated(search: Search, levels: Sequence[int]) -> Order:
     """At once; those heads go first whose removal, with the others refitted, changes the model's answers least.
 
-    The first look of `re-scored`, for all budgets. It costs a fraction, and is better where so many heads of small effect
-    go that their effects on one another matter less than what `effects` does not see of a model far from the dense one.
+    Uses the first measurement of `re-scored` for all budgets, at a fraction of the cost. It does better where many
+    heads of small effect are removed: their interactions then matter less than the errors of `effects` far from the
+    dense model.
     """
     return _in_steps(search, "compensated", [])
 
@@ -49,7 +50,7 @@ def compensated(search: Search, levels: Sequence[int]) -> Order:
 def greedy(search: Search, levels: Sequence[int]) -> Order:
     """One by one; of the heads that `re-scored` would take next, the one without which the true loss is least.
 
-    The loss is the model's own on some scoring examples, the head masked and W_O refitted.
+    The loss is the model's own on some scoring examples, with the head masked and W_O refitted.
     """
     calibration = _calibration_of(search)
     runner, losses = calibration.runner, ExampleLoss(calibration.model, search.loss_fn)
@@ -81,11 +82,11 @@ def _in_steps(
     looks: Sequence[int],
     remove: Callable[[SearchState, Sequence[Unit], int], None] = SearchState.remove,
 ) -> Order:
-    """An order for which all units are ranked by their effects at first, and again whenever so many heads are kept as in ``looks``.
+    """An order by effects, which are measured anew before heads are removed down to each number in ``looks``.
 
     Args:
-        remove: Takes ranked units until no more than so many heads are kept. The rest goes by the last ranking, for budgets that no one has
-            asked for yet.
+        remove: Removes ranked units until no more than a number of heads are kept. After ``looks``, the remaining units
+            follow in their last ranking, for later budgets.
     """
     calibration, state = _calibration_of(search), SearchState(search)
     runner, passes = calibration.runner, calibration.statistics.passes
@@ -105,8 +106,8 @@ def swap(search: Search, levels: Sequence[int]) -> Order:
     """By pairs of heads: what the Fisher matrix says is least, found greedily and then by swaps.
 
     Kwon et al. (2022, arXiv:2204.09656, section 4.2), with the matrix over all of the model's heads instead of each
-    layer's: the loss expected to be added when a set S goes is half the sum of the matrix over S x S. At every level a head
-    of those that have just gone is exchanged for one that stays, as long as that lowers the sum.
+    layer's: the expected added loss of removing a set S is half the sum of the matrix over S x S. At every level, a
+    head that was just removed is exchanged for a kept one, as long as that lowers the sum.
     """
     scores = search.scores
     if scores is None or scores.matrix is None:
@@ -128,10 +129,10 @@ def swap(search: Search, levels: Sequence[int]) -> Order:
 
 
 def _least(units: Sequence[Unit], pairs: Tensor, state: SearchState, level: int) -> list[Unit]:
-    """Units of the least quadratic cost, in the order in which they were found.
+    """Units of least quadratic cost to remove down to ``level``: chosen greedily, then improved by swaps.
 
     Args:
-        pairs: ``[units + 1, units + 1]``; the last is what is gone already.
+        pairs: ``[units + 1, units + 1]``; the last row and column are of all heads removed already.
     """
     chosen: list[int] = []
 
@@ -158,9 +159,9 @@ def _least(units: Sequence[Unit], pairs: Tensor, state: SearchState, level: int)
 
 
 def _ranked(calibration: Calibration, state: SearchState) -> tuple[list[Unit], float]:
-    """All units that may go, those with the least effect first, and the forward passes that this takes.
+    """All units that may be removed, least effect first, and the forward passes that measuring takes.
 
-    What was measured is kept: an interrupted search goes on where it was, and orders that begin alike look at the dense model once.
+    Measurements are stored: an interrupted search resumes there, and orders with the same start measure it once.
     """
     search, units, runner = state.search, state.units(), calibration.runner
     if not units:
@@ -175,13 +176,13 @@ def _ranked(calibration: Calibration, state: SearchState) -> tuple[list[Unit], f
     if search.kind == SLICES:
         units, changes = _in_slices(search, units, changes)
     sizes = changes.abs().mean(0).tolist()
-    # What a unit costs counts by head, where units are of different size.
+    # Units may differ in size, so their effect counts per head.
     ranked = sorted(unit._replace(score=size / len(unit.heads)) for unit, size in zip(units, sizes, strict=True))
     return ranked, passes
 
 
 def _in_slices(search: Search, units: Sequence[Unit], changes: Tensor) -> tuple[list[Unit], Tensor]:
-    """A head of every group, those with the least effect of each group together; heads that share nothing go alone."""
+    """Join single heads into slices (one of every group, least effects first); heads without groups stay single."""
     sizes = changes.abs().mean(0).tolist()
     slices: list[Unit] = []
     columns: list[Tensor] = []
@@ -194,7 +195,7 @@ def _in_slices(search: Search, units: Sequence[Unit], changes: Tensor) -> tuple[
 
 
 def stages(total: int, levels: Sequence[int]) -> list[int]:
-    """Numbers of kept heads at which the model is looked at again: the levels, largest first, and others between."""
+    """Numbers of kept heads at which effects are measured again: the levels, largest first, and some in between."""
     numbers: list[int] = []
     at = total
     for level in sorted({k for k in levels if k < total}, reverse=True):
@@ -209,13 +210,13 @@ def stages(total: int, levels: Sequence[int]) -> list[int]:
 def work_of(
     search: Search, calibrated: Callable[[], Calibration], strategy: str, levels: Sequence[int], times: int = 1
 ) -> Work:
-    """The passes and operations that making an order takes, with measuring the dense model; none, if it needs only scores.
+    """Passes and FLOPs that making an order takes, with the dense model's statistics; 0 if it needs only scores.
 
-    Counted before anything is measured; solving for weights is not counted.
+    They are counted before anything is measured. Solving for weights is not counted.
 
     Args:
-        calibrated: Gives what will be measured, for a strategy that looks at the model.
-        times: How often it is made: for every kind in which heads go.
+        calibrated: Returns the calibration, for a strategy that runs the model.
+        times: How many orders are made: one for each of the kinds (groups, slices).
     """
     if strategy not in _LOOKING:
         return Work(0.0, 0.0, sum(map(apparent_size, search.batches)))
@@ -223,7 +224,7 @@ def work_of(
     runner = calibration.runner
     start = SearchState(search).kept
     looks = 1 if strategy == "compensated" else max(1, len(stages(start, levels)))
-    # A look is a forward and a backward pass, which counts as two; and one more for what heads could read instead.
+    # A measurement is a forward and a backward pass, which counts as two; and one more if values are refitted.
     passes = looks * (3 + bool(calibration.values)) * _share(runner, search.effort.examples)
     if strategy == "greedy":
         passes += _TRIED * (start - min(levels, default=start)) * _share(runner, _TRIED_EXAMPLES)
@@ -232,13 +233,13 @@ def work_of(
 
 
 def _share(runner: Runner, examples: int | None) -> float:
-    """Of the scoring examples that are looked at."""
+    """The share of the scoring examples that a measurement uses."""
     chosen = spread(len(runner.batches), runner.examples, examples)
     return sum(runner.rows.size(runner.batches[i]) for i in chosen) / runner.examples
 
 
 def _calibration_of(search: Search) -> Calibration:
-    """The dense model as the repair that will follow sees it; where none will, the same model with its old weights. Measured."""
+    """The calibration of the repair that will follow, measured; if none will, one that keeps the old weights."""
     calibration = search.calibration
     if calibration is None:
         if search.model is None or not search.batches:

@@ -1,7 +1,7 @@
-"""How heads are picked by their scores: the register of strategies, what all of them get, and those that need nothing but scores.
+"""The register of strategies, their input (`Search`), and the strategies that need only scores.
 
-How much work a search may be is counted before it begins, in forward passes and floating-point operations, never timed: a count is the
-same on every machine, however fast or busy, so the same seed gives the same plan.
+The work of a search is counted before it begins, in forward passes and floating-point operations, and never timed. A
+count is the same on every machine, so the same seed gives the same plan.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from headprune.store import Store
 
 @dataclass(frozen=True)
 class Effort:
-    """How much work a search may be.
+    """How much work a search may do.
 
     Attributes:
         name: As ``--effort`` takes it.
-        examples: On how many of the scoring examples a search looks at the model each time, at most; None: on all.
-        flops: Floating-point operations that a search of many looks may cost, for `auto` to make it; None: as many as it takes.
+        examples: Most scoring examples per measurement of the model; None: all.
+        flops: Most floating-point operations that `auto` spends on an order that measures repeatedly; None: no limit.
     """
 
     name: str
@@ -80,16 +80,16 @@ class Work:
 
 
 def flops_of_pass(model: nn.Module, batches: Sequence[Any]) -> float:
-    """Floating-point operations of one forward pass over all batches, counted on the one of median size."""
+    """Floating-point operations of one forward pass over all batches, counted on the batch of median size."""
     sized = sorted(batches, key=lambda batch: sum(t.numel() for t in tensors(batch)))
     batch = sized[len(sized) // 2]
     return latency.flops(model, inputs_of(model, batch)) / apparent_size(batch) * sum(map(apparent_size, batches))
 
 
 def spread(count: int, examples: int, most: int | None) -> list[int]:
-    """Which of ``count`` batches to take, to have about ``most`` of ``examples``: some from everywhere.
+    """Indices of evenly spaced batches of ``count``, so many that they hold about ``most`` of all ``examples``.
 
-    Batches often come sorted by length.
+    Evenly spaced, because batches often come sorted by length.
 
     >>> spread(4, 128, None), spread(4, 128, 64), spread(4, 128, 1)
     ([0, 1, 2, 3], [0, 2], [0])
@@ -100,19 +100,19 @@ def spread(count: int, examples: int, most: int | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Search:
-    """What every strategy gets.
+    """The input of every strategy.
 
     Attributes:
         layers: The model's attention layers.
-        scores: Importance by head; None for a strategy that makes its own.
-        constraints: What must stay.
-        kind: How heads that share key/value heads go: ``"groups"`` or ``"slices"`` (`units_of`).
+        scores: Importance by head; None for a strategy that measures its own.
+        constraints: Heads that must stay.
+        kind: How heads that share key/value heads are removed: ``"groups"`` or ``"slices"`` (`units_of`).
         progress: Called as work goes on.
         model: For strategies that run it: in evaluation mode, on its device, never changed.
         batches: Labelled batches to score or to compare on (the scoring part of the data).
-        calibration: Of the repair that will follow, if any: strategies that run the model see it repaired.
+        calibration: Of the repair that will follow, if any: strategies that run the model measure it repaired.
         store: Keeps what strategies measure.
-        effort: How much work it may be.
+        effort: How much work it may do.
         loss_fn: As for `headprune.score`: for batches that are pairs ``(inputs, labels)``.
     """
 
@@ -129,10 +129,10 @@ class Search:
     loss_fn: LossFn | None = None
 
     def units(self, scores: HeadScores | None = None) -> list[list[Unit]]:
-        """The units of every layer that may go, those with the least score first.
+        """The units that may be removed from every layer, lowest score first.
 
         Args:
-            scores: Those of the search, by default; a strategy that measures again while it removes gives its own.
+            scores: By default those of the search; a strategy that scores again while it removes heads passes its own.
 
         Raises:
             HeadPruneError: There are no scores, or some are not finite.
@@ -145,14 +145,14 @@ class Search:
         return units_of(self.layers, scores.values, self.constraints, self.kind)
 
     def order(self, steps: Sequence[Heads], strategy: str, *notes: str, stays: Sequence[str] = ()) -> Order:
-        """The `Order` of these steps, with all that is known about the search."""
+        """The `Order` of these steps, with the search's layers, method, fingerprint and reasons why heads stay."""
         scores, heads = self.scores, {layer.name: layer.num_heads for layer in self.layers}
         model = scores.model if scores else identity(self.model) if self.model else ""
         stays = (*why_stay(self.layers, self.constraints), *stays)
         return Order(heads, tuple(steps), strategy, scores.method if scores else "", model, stays, notes)
 
     def step(self, *units: Unit) -> Heads:
-        """Units that go together, as a step of an order."""
+        """A step of an order, in which these units are removed together: ``{layer_name: [head, ...]}``."""
         step: Heads = {}
         for unit in units:
             step.setdefault(self.layers[unit.layer].name, []).extend(unit.heads)
@@ -167,7 +167,7 @@ class Strategy:
         name: As ``--strategy`` takes it.
         run: Makes the order; it must be good at the numbers of kept heads it is given (descending), and decent between.
         about: What it does, in a line.
-        runs_model: Whether it runs the model on batches; else it goes by scores.
+        runs_model: Whether it runs the model on batches; else it ranks by scores.
     """
 
     name: str
@@ -178,12 +178,12 @@ class Strategy:
 
 STRATEGIES: dict[str, Strategy] = {}
 AUTO = "auto"
-"""What a search does by default: it is no strategy, but makes several orders and takes the best (`headprune.plan_search`)."""
+"""The default of a search. It is no strategy: it makes several orders and takes the best (`headprune.plan_search`)."""
 _ABOUT = "Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used."
 
 
 def abouts() -> dict[str, str]:
-    """What can be asked for as a strategy, by name, each with a line that describes it."""
+    """One-line descriptions of `AUTO` and all strategies, by name."""
     return {AUTO: _ABOUT, **{strategy.name: strategy.about for strategy in STRATEGIES.values()}}
 
 
@@ -205,7 +205,7 @@ def strategy(name: str, *, runs_model: bool = False) -> Callable[[_Run], _Run]:
 def one_shot(search: Search, levels: Sequence[int]) -> Order:
     """The least important heads of the whole model go first.
 
-    Ties go by position, so equal scores give equal plans.
+    Ties are broken by position, so equal scores give equal plans.
     """
     units = sorted(unit for layer in search.units() for unit in layer)
     return search.order([search.step(unit) for unit in units], "one-shot")
@@ -215,7 +215,7 @@ def one_shot(search: Search, levels: Sequence[int]) -> Order:
 def per_layer(search: Search, levels: Sequence[int]) -> Order:
     """Every layer keeps its share of the heads; in it, the most important ones.
 
-    The next unit goes from the layer that has lost the smallest share so far, counted to the middle of that unit
+    The next unit is taken from the layer that has lost the smallest share so far, counted to the middle of that unit
     (Sainte-Laguë's method). Largest remainders would round a single plan as well, but their plans are not nested: a
     layer's share can grow as the whole shrinks (the Alabama paradox).
     """
@@ -241,11 +241,11 @@ def whole_layers(search: Search, levels: Sequence[int]) -> Order:
 
 @dataclass
 class SearchState:
-    """What has gone so far in a search.
+    """The heads that a search has removed so far.
 
     Attributes:
         drop: ``{layer_name: [head, ...]}``.
-        steps: The same, in order.
+        steps: The same, in the order of removal.
     """
 
     search: Search
@@ -257,7 +257,7 @@ class SearchState:
         return sum(layer.num_heads for layer in self.search.layers) - sum(map(len, self.drop.values()))
 
     def fits(self, unit: Unit) -> bool:
-        """Whether a unit is still there, and may go."""
+        """Whether a unit is not removed yet and its layer may lose it."""
         layer = self.search.layers[unit.layer]
         gone = self.drop.get(layer.name, [])
         room = self.search.constraints.room(layer) - len(gone)
@@ -273,7 +273,7 @@ class SearchState:
         return {**self.drop, name: sorted([*self.drop.get(name, []), *unit.heads])}
 
     def remove(self, ranked: Sequence[Unit], level: int) -> None:
-        """Take units in their order until no more than ``level`` heads are kept."""
+        """Remove units in the given order until no more than ``level`` heads are kept."""
         for unit in ranked:
             if self.kept <= level:
                 return
@@ -281,13 +281,13 @@ class SearchState:
                 self.take(unit)
 
     def copy(self, units: Iterable[Unit] = ()) -> SearchState:
-        """A state of its own, in which some more units are gone."""
+        """An independent copy with some more units removed."""
         other = SearchState(self.search, dict(self.drop), list(self.steps))
         other.take(*units)
         return other
 
     def units(self) -> list[Unit]:
-        """What may go together: heads or key/value groups; single heads, where slices are to be made of them."""
+        """The units that may still be removed: heads or key/value groups; single heads, if slices will be made."""
         candidates = []
         for i, layer in enumerate(self.search.layers):
             if self.search.kind == SLICES and layer.groups:

@@ -15,12 +15,12 @@ from headprune.pruned import SharedPositionBias
 
 @dataclass(frozen=True)
 class _LayerGroup:
-    """Layers that keep one number of heads.
+    """Layers that keep the same number of heads.
 
     Attributes:
         layers: Their positions.
-        rows: What goes, first to last: a unit of every layer at a time.
-        stops: After how many rows the model may stay as it is.
+        rows: Units in the order of removal, one of every layer in a row.
+        stops: Numbers of removed rows after which the stock class can represent the model.
     """
 
     layers: list[int]
@@ -32,10 +32,11 @@ class _LayerGroup:
 def uniform(search: Search, levels: Sequence[int]) -> Order:
     """The same number of heads in every layer, as the stock class can represent it; in each, the most important ones.
 
-    Which numbers it can represent is tried on copies of the model without weights; a step goes from one such number to the next. Where layers
-    share something for each head (T5's position bias), they lose the same heads: those with the least score in sum. Parts of the model
-    that it cannot represent (such as the image encoder of a language model that sees) keep all heads. If no part can, or if the model is
-    not seen (`headprune.plan`), a step takes a unit from every layer that has as many heads and groups.
+    Which numbers the class can represent is tried on copies of the model without weights; each step leads to the next
+    such number. Layers that share something for each head (T5's position bias) lose the same heads, those with the
+    lowest total score. Parts of the model that the class cannot represent with fewer heads (such as the image encoder
+    of a vision-language model) keep all. If that holds for all parts, or without a model (`headprune.plan`), a step
+    takes one unit from every layer with equal numbers of heads and groups.
     """
     columns = search.units()
     groups = _alike(search, range(len(search.layers)), lambda layer: (layer.num_heads, layer.num_kv_heads))
@@ -76,7 +77,7 @@ def uniform(search: Search, levels: Sequence[int]) -> Order:
 def _representable(
     search: Search, counts: StockCounts, same: list[int], columns: Sequence[list[Unit]]
 ) -> list[_LayerGroup]:
-    """The parts of some layers with numbers of heads that the stock class can have: all of them, or else those of one kind each."""
+    """Groups of these layers that the stock class can have with fewer heads: all layers together, else kind by kind."""
     whole = _best(search, counts, same, columns)
     if whole.stops:
         return [whole]
@@ -85,7 +86,7 @@ def _representable(
 
 
 def _alike(search: Search, positions: Iterable[int], trait: Callable[[AttentionLayer], Hashable]) -> list[list[int]]:
-    """Positions of layers, those together that have the same of a trait."""
+    """Positions of layers, grouped by a trait."""
     groups: dict[Hashable, list[int]] = {}
     for i in positions:
         groups.setdefault(trait(search.layers[i]), []).append(i)
@@ -93,26 +94,26 @@ def _alike(search: Search, positions: Iterable[int], trait: Callable[[AttentionL
 
 
 def _kinds(search: Search, positions: Sequence[int]) -> list[list[int]]:
-    """Positions of layers, those together whose names differ by numbers alone."""
+    """Positions of layers, grouped by name without its numbers."""
     return _alike(search, positions, lambda layer: pattern(layer.name))
 
 
 def _best(search: Search, counts: StockCounts, layers: list[int], columns: Sequence[list[Unit]]) -> _LayerGroup:
-    """Each layer loses the heads that it misses least, or, where the class can represent more models so, layers of a kind the same."""
+    """Each layer's least important heads; or the same heads in layers of a kind, if more numbers are possible so."""
 
     def tried(kinds: Sequence[Sequence[int]]) -> _LayerGroup:
         rows = _rows(layers, _tied(columns, kinds))
         possible = cache(
             lambda stop: counts.config_without(search.step(*(unit for row in rows[:stop] for unit in row))) is not None
         )
-        few = {1, len(rows) // 2, len(rows) - 1, len(rows)}  # a class that has none of these has none
+        few = {1, len(rows) // 2, len(rows) - 1, len(rows)}  # if none of these is possible, no number is tried
         stops = range(1, len(rows) + 1) if any(possible(stop) for stop in few if 0 < stop <= len(rows)) else ()
         return _LayerGroup(layers, rows, [stop for stop in stops if possible(stop)])
 
     free, kinds = tried([]), [kind for kind in _kinds(search, layers) if _may_share(search, kind)]
     if not kinds or len((best := tried(kinds)).stops) <= len(free.stops):
         return free
-    for kind in list(kinds):  # not all of them need to lose the same
+    for kind in list(kinds):  # not every kind may have to lose the same heads
         others = [k for k in kinds if k != kind]
         if (part := tried(others)).stops == best.stops:
             kinds, best = others, part
@@ -120,14 +121,14 @@ def _best(search: Search, counts: StockCounts, layers: list[int], columns: Seque
 
 
 def _may_share(search: Search, layers: Sequence[int]) -> bool:
-    """Whether some layers take something for each head that is made for all of them."""
+    """Whether these layers may share an input that has a part for each head, such as T5's position bias."""
     of = [search.layers[i] for i in layers]
     assert search.model is not None
     return any(a.arguments or SharedPositionBias.needed_by(search.model.get_submodule(a.module)) for a in of)
 
 
 def _tied(columns: Sequence[list[Unit]], kinds: Sequence[Sequence[int]]) -> list[list[Unit]]:
-    """What each layer may lose, where layers of some kinds lose the same: in the order of the layers' mean scores."""
+    """The layers' units, where layers of one of these kinds lose the same heads: ranked by the sum of their scores."""
     tied = list(columns)
     for kind in kinds:
         scores = [{unit.heads: unit.score for unit in columns[i]} for i in kind]
@@ -143,7 +144,7 @@ def _rows(layers: Sequence[int], columns: Sequence[list[Unit]]) -> list[tuple[Un
 
 
 def _possible(search: Search, counts: StockCounts, part: _LayerGroup, several: bool) -> str:
-    """The numbers of heads that the class can have, in words."""
+    """A sentence that lists the numbers of heads that the class can have."""
     first = search.layers[part.layers[0]]
     kept = [first.num_heads - sum(len(row[0].heads) for row in part.rows[:stop]) for stop in (0, *part.stops)]
     where = f"layers such as {first.name}" if several else "every layer"

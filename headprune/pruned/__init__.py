@@ -1,11 +1,12 @@
-"""What a pruned model is made of: how its modules differ from their classes, as data, and the code that makes modules so.
+"""Structure of a pruned model: how its modules differ from their classes, as data, and the code that applies it.
 
-`structure_of` reads the differences off a pruned model; `restructure` gives them to a freshly built dense one, whose weights
-are loaded afterwards. What differs is the shape of tensors, the integers by which modules count heads, modules that were
-replaced (`modules`), and what hooks take from what is still computed for all heads (`hooks`).
+`structure_of` reads the differences off a pruned model; `restructure` gives them to a freshly built dense one, whose
+weights are loaded afterwards. The differences are: shapes of tensors, integers by which modules count heads, replaced
+modules (`modules`), and hooks that take the kept heads' part of what is still computed for all heads (`hooks`).
 
-The files of this package are copied into every folder that headprune saves (`modeling_headprune.py`), so that transformers can
-load it where headprune is not installed. So they import nothing of headprune but each other, and none of their names occurs twice.
+The files of this package are copied into every folder that headprune saves (`modeling_headprune.py`), so that
+transformers can load it without headprune. So they import nothing of headprune but each other, and no two define the
+same name.
 """
 
 from headprune.pruned.hooks import HeadArgument, SharedPositionBias, from_ranges, to_ranges

@@ -1,7 +1,8 @@
-"""What a pruned module needs beside smaller weights: data that JSON can hold, and forward hooks that read it.
+"""Forward hooks of pruned modules, and the data that they read, which JSON can hold.
 
-The hooks give a module the kept heads' part of what is still computed for all heads. The names of attributes and fields, and of the methods that
-hooks call (`take`, `place`, `compute`), must stay: a model loaded from an older folder runs that folder's hooks on the data of this file.
+The hooks give a module the kept heads' part of what is still computed for all heads. Do not rename attributes, fields,
+or methods that hooks call (`take`, `place`, `compute`): a model loaded from an older folder runs that folder's hooks on
+the data of this file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class HookData:
-    """Data of one kind that a module keeps in the attribute ``name``, for hooks that read it."""
+    """Data of one kind for hooks, which a module keeps in its attribute ``name``."""
 
     name: ClassVar[str]
 
@@ -27,7 +28,7 @@ class HookData:
         return vars(module).get(cls.name)
 
     def attach(self, module: nn.Module) -> None:
-        """Give it to a module, and register its hooks unless the module has them already."""
+        """Attach the data to a module, and register its hooks unless the module has them already."""
         if self.of(module) is None:
             self.register(module)
         vars(module)[self.name] = self
@@ -43,7 +44,7 @@ class HookData:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Any:
-        """What `to_json` wrote."""
+        """The data that `to_json` wrote."""
         return cls(**{name: from_ranges(value) if isinstance(value, str) else value for name, value in data.items()})
 
 
@@ -60,13 +61,13 @@ class Features:
     owned: frozenset[int]
 
     def index(self, size: int, device: torch.device) -> Tensor:
-        """The indices that stay, of ``size``."""
+        """The indices that stay, of a dimension of this ``size``."""
         stay = [i for i in range(size) if i in self.kept or i not in self.owned]
         return torch.tensor(stay, dtype=torch.long, device=device)
 
 
 def surviving(features: Sequence[Sequence[int]], kept: Sequence[int]) -> Features:
-    """What stays of ``features[head]`` with the heads ``kept``."""
+    """The `Features` that stay if only the heads ``kept`` do; head ``h`` owns ``features[h]``."""
     return Features(frozenset(i for h in kept for i in features[h]), frozenset(i for own in features for i in own))
 
 
@@ -79,8 +80,8 @@ class HeadArgument:
         dim: The dimension that the heads lie along: it has as many entries as heads (times the batch, if ``folded``), or
             else the entries of ``features``.
         folded: Whether that dimension is (batch * heads).
-        features: ``features[h]`` along ``dim`` belong to head ``h``, as the trace has seen. () where only the shape says
-            that there may be something for each head; the proof tells.
+        features: ``features[h]`` along ``dim`` belong to head ``h``, as the trace has seen. () if only the shape
+            suggests that there is something for each head; the proof decides.
     """
 
     key: str | int
@@ -170,8 +171,8 @@ class Placement(HookData):
 
     Attributes:
         width: Features of all heads.
-        source, target: Feature ``source[i]`` of what there is now belongs to ``target[i]``.
-        before: Whether it is the input that is placed (of a norm over all heads), not the output.
+        source, target: Feature ``source[i]`` of the kept heads' tensor moves to ``target[i]``.
+        before: Whether the input is placed (of a norm over all heads), not the output.
     """
 
     name = "_headprune_placement"
@@ -187,14 +188,14 @@ class Placement(HookData):
             module.register_forward_hook(_placed)
 
     def place(self, output: Tensor) -> Tensor:
-        """``output``, which has the kept heads, with a place for every head."""
+        """The kept heads' ``output``, widened to all heads with zeros."""
         source, target = (torch.tensor(i, dtype=torch.long, device=output.device) for i in (self.source, self.target))
         whole = output.new_zeros(*output.shape[:-1], self.width)
         return whole.index_copy(-1, target, output.index_select(-1, source))
 
 
 def _placed(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of a module without W_O: the kept heads' output where it was among all."""
+    """Forward hook of a module without W_O: puts the kept heads' output where it was among all heads'."""
     place = Placement.of(module).place
     return (place(output[0]), *output[1:]) if isinstance(output, tuple) else place(output)
 
@@ -207,7 +208,7 @@ def _placed_before(module: nn.Module, args: Any) -> Any:
 class _NarrowTensor(Tensor):
     """A tensor whose shape claims a smaller width, for code that sizes its heads by its input's last dimension.
 
-    What is computed from it is a plain tensor; only the transpose of other dimensions keeps the claim.
+    Results computed from it are plain tensors; only a transpose of other dimensions keeps the claim.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -259,7 +260,7 @@ class _Claims(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Narrowing(HookData):
-    """What a module's inputs claim about their last dimension: ``claimed`` where it is ``width``."""
+    """The size that a module's inputs claim for their last dimension: ``claimed`` instead of ``width``."""
 
     name = "_headprune_narrow"
     width: int
@@ -271,7 +272,7 @@ class Narrowing(HookData):
 
 
 def _narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Forward pre-hook: inputs that claim to be as narrow as the heads are now."""
+    """Forward pre-hook: makes inputs claim the width of the kept heads."""
     own = Narrowing.of(module)
     exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # the first since torch 2.7
     claims = _Claims(own.claimed) if exporting() else None
@@ -303,7 +304,7 @@ def _no_longer_narrow(module: nn.Module, args: Any, output: Any) -> None:
 class SharedPositionBias(HookData):
     """Gives a pruned T5-style layer its heads of the shared position bias, and the whole bias to the next layer.
 
-    This is the one thing that a trace cannot see: the first layer computes a bias for all heads, and every later layer of the stack receives it.
+    A trace cannot see this: the first layer computes a bias for all heads, and all later layers of the stack take it.
     """
 
     name = "_headprune_bias"
@@ -330,12 +331,12 @@ class SharedPositionBias(HookData):
         module.register_forward_hook(_restore_whole_bias, with_kwargs=True)
 
     def compute(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What takes the place of the module's ``compute_bias``: its heads of the bias."""
+        """Replaces the module's ``compute_bias``; returns the kept heads' part of the bias."""
         assert self.original is not None
         return self.take(self.original(*args, **kwargs))
 
     def take(self, whole: Tensor) -> Tensor:
-        """The kept heads' part of a bias for all heads, which is remembered."""
+        """The kept heads' part of a bias for all heads; remembers the whole bias."""
         self.whole = whole
         # In LongT5's local attention, blocks come before the heads.
         self.dim = 1 if whole.shape[1] == self.num_heads or whole.ndim < 4 else 2
@@ -391,6 +392,6 @@ def to_ranges(indices: Sequence[int]) -> str:
 
 
 def from_ranges(text: str) -> tuple[int, ...]:
-    """What `to_ranges` wrote."""
+    """The indices that `to_ranges` wrote."""
     pairs = (run.split(":") for run in text.split(",") if run)
     return tuple(i for start, stop in pairs for i in range(int(start), int(stop)))

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# What Accelerate's hooks put into a module: they run the module that they were put on.
+# Attributes that Accelerate's hooks set: bound to the module that they were set on.
 _OF_ACCELERATE = ("forward", "_old_forward", "_hf_hook")
 
 
 class _Shadow(nn.Module):
-    """Tensors without entries in the place of weights that are gone.
+    """Tensors without entries in the place of removed weights.
 
-    They are in the state dict, so that a stock class refuses to load it: it would give what is missing random values. But they are
-    no modules to find by name, since PEFT would want to adapt a ``query`` among them.
+    They are in the state dict, so that a stock class refuses to load it; it would fill missing weights with random
+    numbers. But `named_modules` does not list them, since PEFT would try to adapt a ``query`` among them.
     """
 
     def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
@@ -61,7 +61,7 @@ class EmptyAttention(nn.Module):
             return out
         weights = None
         if hidden.ndim == 3 and getattr(getattr(self, "config", None), "_attn_implementation", "") == "eager":
-            # No heads' attention weights, so that what is collected of all layers has an entry for this one.
+            # Attention weights of 0 heads, so that weights collected from all layers have an entry for this one.
             weights = hidden.new_zeros(hidden.shape[0], 0, hidden.shape[1], hidden.shape[1])
         return (out, weights, *(None,) * (self.arity - 2))[: self.arity]
 
@@ -74,7 +74,7 @@ class EmptyAttention(nn.Module):
 
 @cache
 def _empty_class(base: type[nn.Module]) -> type[EmptyAttention]:
-    """An `EmptyAttention` that passes for the class it replaces, to code that looks for attention modules."""
+    """An `EmptyAttention` that also derives from the class it replaces, for code that looks for attention modules."""
     return type(f"Empty{base.__name__}", (EmptyAttention, base), {"__module__": __name__})
 
 
@@ -83,7 +83,7 @@ def _new_empty(base: type[nn.Module]) -> Any:
 
 
 def emptied(attention: nn.Module, width: int, bias: Tensor | None, arity: int) -> nn.Module:
-    """What replaces an attention module without heads.
+    """The `EmptyAttention` that replaces an attention module without heads.
 
     Args:
         attention: The module; its own attributes (such as its config, and hooks that collect outputs) are kept.
@@ -116,7 +116,7 @@ class OnlyBias(nn.Module):
 
     @classmethod
     def of(cls, projection: nn.Module, bias: Tensor | None) -> OnlyBias:
-        """What replaces an ``nn.Linear`` or transformers' ``Conv1D``."""
+        """The replacement of an ``nn.Linear`` or transformers' ``Conv1D``."""
         weight = projection.weight
         assert isinstance(weight, Tensor)
         width = weight.shape[0] if isinstance(projection, nn.Linear) else weight.shape[1]
@@ -131,7 +131,7 @@ class OnlyBias(nn.Module):
 
 
 class ConfigView:
-    """A config that counts one layer's heads otherwise, and is the original in everything else.
+    """A view of a config with one layer's own counts of heads; everything else comes from the original.
 
     Some modules read the number of heads from the config that the whole model shares. A copy would miss
     later changes to the original, such as another attention implementation.
@@ -141,7 +141,7 @@ class ConfigView:
         self.__dict__.update(original=original, own=own)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "own" not in self.__dict__:  # a copy that is being made
+        if name.startswith("__") or "own" not in self.__dict__:  # a copy is being made
             raise AttributeError(name)
         # transformers lets one field have several names.
         field = getattr(self.original, "attribute_map", {}).get(name, name)
@@ -182,7 +182,7 @@ class MultiheadAttention(nn.Module):
         self.num_heads = source.num_heads
         self.head_dim = source.head_dim
         self.batch_first = source.batch_first
-        self.kept_heads: list[int] | None = None  # of those of a mask for each head
+        self.kept_heads: list[int] | None = None  # the entries of a mask for each head that are used
         self.dropout = source.dropout
         self.add_zero_attn = source.add_zero_attn
         self.training = source.training
@@ -226,13 +226,13 @@ class MultiheadAttention(nn.Module):
         extra = k.shape[1] - key.shape[1]
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
 
-        # As PyTorch does: trusted to be causal, the mask itself is not looked at (nor are added keys reached).
+        # As in PyTorch, `is_causal` is trusted and the mask itself is ignored (and added keys are not reached).
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else _additive(attn_mask, q.dtype)
         if mask is not None and mask.dim() == 3:  # (batch * heads, T, S), as PyTorch takes it
             mask = mask.view(rows, -1, *mask.shape[1:])
             if self.kept_heads is not None and mask.shape[1] != self.num_heads:
-                mask = mask[:, self.kept_heads]  # made for all heads, by what does not know that some are gone
+                mask = mask[:, self.kept_heads]  # made for all heads, by code that does not know of the prune
         padding = _additive(key_padding_mask, q.dtype)
         if padding is not None:
             padding = padding[:, None, None, :]
@@ -294,7 +294,7 @@ def convert(module: nn.Module) -> nn.Module | None:
 
 
 def rebuilt(module: nn.Module, methods: dict[str, Any]) -> Any:
-    """A module that shares everything with ``module`` but has some other ``methods``; its parts can be exchanged."""
+    """A module that shares everything with ``module`` but has some other ``methods``; its parts can be replaced."""
     base = type(module)
     new: Any = object.__new__(type(f"Traceable{base.__name__}", (base,), {**methods, "__module__": __name__}))
     # Its own dicts, so that parts can be added and taken away.

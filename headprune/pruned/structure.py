@@ -1,4 +1,4 @@
-"""How a pruned model's modules differ from their classes: read off as data, and given to a freshly built model."""
+"""How a pruned model's modules differ from their classes: read as data, and applied to a freshly built model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headprune.pruned.hooks import HOOK_DATA
 from headprune.pruned.modules import ConfigView, EmptyAttention, OnlyBias, convert, emptied, is_ours
 
 Structure = dict[str, Any]
-"""What `structure_of` gives: values that JSON can hold."""
+"""The result of `structure_of`: values that JSON can hold."""
 
 VERSION = 1
 # Attributes of a pruned model. A model that transformers loaded has them from its folder's code, so their names must stay.
@@ -31,7 +31,7 @@ class Edited:
 
     @classmethod
     def of(cls, module: nn.Module) -> Edited:
-        """What is noted of a module so far."""
+        """The record of a module so far."""
         return vars(module).get(cls.name) or cls()
 
     @classmethod
@@ -139,7 +139,7 @@ def _correct_ties(model: nn.Module, here: Mapping[str, str], first_of: Mapping[s
 
     Args:
         here: The names in this model of the tensors that differ, by their names in the structure.
-        first_of: Of names of one tensor, the first, by the names in the structure.
+        first_of: The first name of each shared tensor, by all of its names in the structure.
     """
     tied = getattr(model, "all_tied_weights_keys", None)
     if tied is None:
@@ -151,7 +151,7 @@ def _correct_ties(model: nn.Module, here: Mapping[str, str], first_of: Mapping[s
 
 
 def _renamed(model: nn.Module, saved: str) -> str | None:
-    """A saved module's name in this model, which may be the base model alone, or the base model with a head; None if it is not there."""
+    """A saved module's name in this model, with or without the base model's prefix; None if it is not there."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for name in (saved, saved.removeprefix(prefix), prefix + saved):
         try:
@@ -167,12 +167,12 @@ def _joined(module: str, name: str) -> str:
 
 
 def holder_of(module: nn.Module, name: str) -> dict[str, Any]:
-    """The parameters or the buffers of a module, wherever ``name`` is (or belongs)."""
+    """The dict of a module's buffers if ``name`` is one of them, else that of its parameters."""
     return module._buffers if name in module._buffers else module._parameters
 
 
 def _new(like: Tensor | None, shape: Sequence[int], beside: Tensor | None = None) -> Tensor:
-    """A tensor or parameter to be filled; of the type of ``beside`` where the class has none there."""
+    """A tensor or parameter to be filled, as ``like``; as the parameter ``beside`` if the class has none there."""
     source = like if like is not None else beside
     assert source is not None
     new = source.detach().new_empty(shape)  # no memory is taken until it is filled
@@ -195,7 +195,7 @@ def set_module(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:
-    """Replace a module for good by its stand-in (`headprune.pruned.modules`), if it has one; returns what is there then."""
+    """Replace a module for good by its stand-in (`headprune.pruned.modules`), if any; returns the module in place."""
     module = model.get_submodule(name)
     new = convert(module)
     if new is None:
@@ -222,7 +222,7 @@ def home(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def add_biases(model: nn.Module, names: Sequence[str]) -> None:
-    """Give modules a bias of zeros, as a repair had to."""
+    """Give modules a bias of zeros, for a repair, and record it."""
     inner, prefix = home(model)
     own, modules = vars(inner).setdefault(_BIASES, []), dict(model.named_modules())
     for name in names:
@@ -246,8 +246,9 @@ def record_of(model: nn.Module) -> dict[str, Any]:
     """What was done to a model.
 
     Returns:
-        ``removed``, the heads that each prune took, counted within what the prune before left; ``heads``, how many each layer had before
-        the first prune, in the layers' order ({} if there was none, or it is not known); and whether it was ``repaired``.
+        ``removed``, the heads of each prune, numbered within what the one before left; ``heads``, how many each layer
+        had before the first prune, in the layers' order ({} if there was none, or it is not known); and whether it was
+        ``repaired``.
     """
     inner, prefix = home(model)
     notes = vars(inner)
@@ -257,8 +258,7 @@ def record_of(model: nn.Module) -> dict[str, Any]:
 
 
 def add_record(model: nn.Module, record: Mapping[str, Any], new_ghosts: Sequence[str] = ()) -> None:
-    """Add to what `record_of` says of a model: more that was ``removed``, the ``heads`` of each layer, that it was ``repaired``; and to
-    its `ghosts`."""
+    """Add to a model's record (`record_of`) of ``removed``, ``heads`` and ``repaired``, and to its `ghosts`."""
     inner, prefix = home(model)
     notes = vars(inner)
     drops = [{name.removeprefix(prefix): heads for name, heads in drop.items()} for drop in record.get("removed", ())]

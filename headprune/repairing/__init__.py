@@ -1,13 +1,13 @@
-"""Repair without training: refit the heads that stay, by least squares.
+"""Repair without training: refit the kept heads by least squares.
 
-When heads go, W_O loses some of its inputs. What they carried is partly known to the heads that stay, or could be read by
-them from the same tokens. So W_O and the kept heads' values are refitted, layer by layer, to give what the dense model's
-W_O gives, with a pull towards the old weights and a bias that takes up the removed heads' mean. Only weights that existed
-before change (and biases that did not are added), so a repaired model prunes like any other.
+Removing heads takes inputs from W_O. Kept heads hold a part of the lost information, or can read it from the same
+tokens. So W_O and the kept heads' values are refitted, layer by layer, to reproduce the dense W_O's outputs, with a
+ridge towards the old weights and a bias that takes up the removed heads' mean. Repair changes existing weights and adds
+missing biases, nothing else, so a repaired model is pruned like any other.
 
-A repair is a list of steps (`headprune.repairing.steps`): output projections, values, and last all output projections together,
-towards the dense model's answers. All take what they need from one `Calibration`, which serves any choice
-of heads. A step that does no better on the examples that choose is left out (`checked_repair`).
+A repair is a list of steps (`headprune.repairing.steps`): output projections, values, and last all output projections
+together, towards the dense model's answers. One `Calibration` serves all steps and any choice of heads. A step that
+does no better on the choosing examples is left out (`checked_repair`).
 """
 
 from __future__ import annotations
@@ -56,25 +56,26 @@ def repair(
     accelerator: Accelerator | None = None,
     progress: Progress | None = None,
 ) -> Repair:
-    """Refit a model in place, so that the heads of a plan can go.
+    """Refit a model's kept heads in place, before the heads of a plan are removed.
 
-    Every W_O that loses a head is fitted to give the dense model's outputs on the kept heads' outputs, by least squares over all tokens
-    but padding; the kept heads' values with it, where that does better on held-out examples. The columns of removed heads become zero:
-    the model answers as it will after `headprune.prune`, which you call next.
+    Every W_O that loses a head is fitted by least squares, over all tokens but padding, to map the kept heads' outputs
+    to the dense W_O's outputs. The kept heads' values are fitted too, where that does better on held-out examples. The
+    removed heads' columns become zero: the model answers as it will after `headprune.prune`, which you call next.
 
-    Formulas and sources: docs/planning.md, Repair. Every step is fitted to all of ``batches`` and left out unless the model's answers
-    come nearer to the dense model's on ``choose``; with few examples, by more than chance: then maybe no step is kept.
+    Formulas and sources: docs/planning.md, Repair. Every step is fitted to all of ``batches``, and kept only if it
+    brings the answers nearer to the dense model's on ``choose``; with few examples, by more than chance: maybe no step
+    is kept.
 
     Args:
-        model: The dense model; or one pruned before, which is then what is fitted to.
-        plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` that will go.
-        batches: What the model is called with, or pairs ``(inputs, labels)``. Never those that results are reported on.
-        choose: Other batches, that decide which steps are kept. Without them, cross-fitting on ``batches`` does, which is less sure.
+        model: The dense model, or one pruned before; its outputs are the target of the fit.
+        plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to remove.
+        batches: Inputs of the model, or pairs ``(inputs, labels)``. Never those that results are reported on.
+        choose: Other batches, which decide what steps are kept. By default cross-fitting on ``batches``, less surely.
         layers: From `headprune.find_attention`, to save the trace.
-        ridge: Strength of the pull towards the old weights, and no ``answers``; by default the best by cross-validation, for each layer.
-        values: Whether the value projections are refitted too: it takes about four passes more.
-        mixtures: Whether to fit to mixtures of texts that have one answer each too: up to three times as many examples.
-        answers: Whether all W_O that lose heads are then moved together towards the answers (one vector of logits an example).
+        ridge: Strength towards the old weights; it turns ``answers`` off. By default cross-validated for each layer.
+        values: Whether value projections are refitted too: about four passes more.
+        mixtures: Whether to fit also to mixtures of texts with one answer each: up to three times as many examples.
+        answers: Whether all W_O that lose heads are then fitted together to the answers (one logit vector per example).
         biases: Whether a W_O without a bias gets one, for the removed heads' mean. A stock class may have no place for it.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (passes done, passes in all, note).
@@ -104,7 +105,7 @@ def repair(
 
 
 def _repair(calibration: Calibration, drop: Heads, choose: Sequence[Any] | None, answers: bool) -> Repair:
-    """Measure the dense model, if a projection that can be refitted loses heads, and write the new weights into it."""
+    """Measure the dense model and write the new weights into it, if a projection that can be refitted loses heads."""
     runner = calibration.runner
     if not any(projection.loses(drop) for projection in calibration.projections):
         return Repair({}, runner.examples, 0, 0, notes=calibration.notes)

@@ -1,4 +1,4 @@
-"""The dense model's answers, one vector of logits an example: what all output projections together are fitted to."""
+"""The dense model's answers (one vector of logits per example), the target of the last repair step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from headprune.errors import HeadPruneError
 from headprune.repairing.examples import block_of
 from headprune.repairing.runner import Runner, unwatched
 
-MOST_ROWS = 2048  # answers that are fitted to: the system is as wide
-_MOST_DIRECTIONS = 4  # of an example's answer: a backward pass each
+MOST_ROWS = 2048  # in the linear system: examples times directions per answer
+_MOST_DIRECTIONS = 4  # per answer; each takes a backward pass
 _NOT = "The answers are not fitted as a whole"
 
 
@@ -25,19 +25,18 @@ _NOT = "The answers are not fitted as a whole"
 class DenseAnswers:
     """The dense model's answers to calibration examples.
 
-    What is fitted of one vector of logits an example are the differences between classes (for a head that gives several labels
-    at once, or numbers, the logits themselves). Where these are many, some directions among them, others for every example.
-    Where there are mixtures of the examples (`headprune.repairing.examples`), they take the examples' place; or, where there is room
-    for both, stand beside them.
+    The fit's targets are the differences between an example's class logits (for a multi-label or regression head, the
+    logits themselves). If there are many, each example is fitted along a few directions of its own. Mixtures of
+    examples (`headprune.repairing.examples`) replace the examples, or are added to them if there is room for both.
 
     Attributes:
         runner: The model, and all examples.
-        batches: What is fitted to.
+        batches: The batches that are fitted to.
         folds: ``[examples]``, the fold of each.
         left_out: ``[examples]``, the number of the group with which an example is left out in cross-validation.
-        known: The logits ``[examples, classes]`` by batch, float64.
-        basis: The directions among classes that count, orthonormal ``[directions, classes]``.
-        noise: Normal, ``[examples, directions, some]`` by batch: along how many directions an example is looked at.
+        known: The dense logits ``[examples, classes]`` by batch, float64.
+        basis: Orthonormal directions among the classes that count, ``[directions, classes]``.
+        noise: Normal, ``[examples, directions, some]`` by batch; ``some`` is the number of directions per example.
     """
 
     runner: Runner
@@ -50,17 +49,17 @@ class DenseAnswers:
 
     @property
     def examples(self) -> int:
-        """How many are fitted to."""
+        """Number of examples that are fitted to."""
         return sum(map(len, self.known))
 
     @property
     def count(self) -> int:
-        """Along how many directions an example's answer is looked at."""
+        """Number of directions along which an example's answer is fitted."""
         return self.noise[0].shape[2]
 
 
 def dense_answers(runner: Runner) -> DenseAnswers | str:
-    """The answers of the model as it is now, which must be the dense one, to all examples or, of many, to some; or why there are none."""
+    """The model's answers to its examples (to some of many), or why there are none. The model must be dense now."""
     mixed = [len(runner.batches) + i for i, each in enumerate(runner.mixtures) if each.shift == 1]
     own = list(range(len(runner.batches)))
     enough = 2 * sum(len(runner.numbers(i)) for i in mixed) >= runner.examples
@@ -68,7 +67,7 @@ def dense_answers(runner: Runner) -> DenseAnswers | str:
     try:
         known = _answers(runner, taken)
         basis = _basis(runner.model, known[0].shape[1])
-        # Both, where there is room.
+        # Mixtures and examples, if there is room for both.
         if enough and 2 * runner.examples * directions(len(basis), runner.examples) <= MOST_ROWS:
             known, taken = _answers(runner, own) + known, own + taken
     except HeadPruneError as error:
@@ -80,20 +79,20 @@ def dense_answers(runner: Runner) -> DenseAnswers | str:
     some = directions(len(basis), examples)
     # Drawn once, so that an example's directions do not depend on the batch that it is in.
     noise = torch.randn(examples, len(basis), some, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    left_out = block_of(numbers) if enough else numbers  # of a block are mixed with one another only
+    left_out = block_of(numbers) if enough else numbers  # mixtures join examples of one block only
     by_batch = torch.split(noise, [len(each) for each in known])
     return DenseAnswers(runner, batches, folds, left_out, known, basis, by_batch)
 
 
 def _some(runner: Runner, every: Sequence[int]) -> list[int]:
-    """Batches of `Runner.everything` that are fitted to, of these: so many that there are at most `MOST_ROWS` examples."""
+    """Some of these batches of `Runner.everything`, evenly spaced, with about `MOST_ROWS` examples at most."""
     count = min(len(every), max(1, MOST_ROWS // max(len(runner.numbers(i)) for i in every)))
-    # Batches often come sorted by length: some from everywhere.
+    # Evenly spaced, because batches often come sorted by length.
     return [every[i * len(every) // count] for i in range(count)]
 
 
 def directions(every: int, examples: int) -> int:
-    """Along how many of all directions an answer is looked at, where there are so many examples."""
+    """Number of directions, of ``every``, along which each of so many examples' answers is fitted."""
     return max(1, min(every, _MOST_DIRECTIONS, MOST_ROWS // examples))
 
 
@@ -110,7 +109,7 @@ def logits_by_example(runner: Runner, output: object, batch: Any) -> Tensor:
 
 
 def _answers(runner: Runner, taken: Sequence[int]) -> list[Tensor]:
-    """To batches of `Runner.everything`, of the model as it is now: ``[examples, classes]`` by batch."""
+    """The current model's logits for batches of `Runner.everything`, ``[examples, classes]`` by batch."""
     batches = [runner.everything[i] for i in taken]
     with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
         tasks = [partial(_logits, runner, batch) for batch in batches]
@@ -124,9 +123,9 @@ def _logits(runner: Runner, batch: Any) -> Tensor:
 
 
 def _basis(model: nn.Module, classes: int) -> Tensor:
-    """What counts of an answer, orthonormal ``[directions, classes]``: all of it, or the differences between classes (Helmert's).
+    """Orthonormal directions of an answer that count, ``[directions, classes]``: all, or class differences (Helmert's).
 
-    Eigenvectors would do, but where eigenvalues are equal each machine has others, and random directions are drawn along these.
+    Eigenvectors of equal eigenvalues would differ between machines, and random directions are drawn in this basis.
     """
     if gives_several(model) or regresses(model) or classes == 1:
         return torch.eye(classes, dtype=torch.float64)

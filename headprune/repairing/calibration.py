@@ -1,4 +1,4 @@
-"""The dense model as repair and search see it: measured once on calibration examples, and never changed."""
+"""Calibration: the dense model's statistics on calibration examples, measured once for repair and search."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Runner
 from headprune.running import Progress, exact_attention
 
-_MIXTURES, _MOST_EXAMPLES = 2, 4096  # of every example, where there are not many anyway
-_REMEMBERED = 8  # fits of one W_O by one step: what a search, its trials and the pruning that follows come back to
+_MIXTURES, _MOST_EXAMPLES = 2, 4096  # at most: mixtures per example; examples and mixtures together
+_REMEMBERED = 8  # cached fits of one W_O by one step: a search, its trials and the pruning reuse them
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Sums over the tokens of the calibration examples, of the dense model. Memory does not grow with the examples.
+    """Sums over the tokens of the calibration examples in the dense model. Memory does not grow with the examples.
 
     Attributes:
         runner: The model and its examples, with mixtures of them.
-        directions: What values may be made of, beside the old ones.
-        moments: Of W_O's inputs, widened by what heads attend to along `directions`, and of its outputs, weighted by how much the
-            answers depend on each token; by output projection. None where nothing will be refitted.
-        passes: Forward passes over the examples that it took; a backward pass counts as two.
+        directions: Further directions of the values' input, from which new values may be made.
+        moments: By output projection, of W_O's inputs (widened by what heads attend to along `directions`) and its
+            outputs. Tokens are weighted by how much the answers depend on them. Empty if nothing will be refitted.
+        passes: Forward passes over the examples that measuring took; a backward pass counts as two.
     """
 
     runner: Runner
@@ -58,10 +58,10 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A dense model with its calibration examples, and what it was measured to be like on them.
+    """A dense model, its calibration examples, and the statistics measured on them.
 
-    What takes passes over the examples (`statistics`, `answers`) is measured when it is first asked for. The model is the dense one
-    whenever no context of `applied` lasts, so that it makes no difference when that is.
+    `statistics` and `answers` take passes over the examples, so they are measured on first use. Outside of `applied`
+    the model is always the dense one, so it makes no difference when that is.
 
     Attributes:
         layers: The model's attention layers.
@@ -69,9 +69,8 @@ class Calibration:
         values: The value projections that can be refitted, by output projection.
         mixtures: How many mixtures of every example are fitted to as well.
         notes: What cannot be refitted, and why.
-        repairs: Whether anything will be refitted. If not, no sums are kept: a search then looks at the model with its old weights.
-        ridge: Strength of the pull towards the old weights; None: what is best by cross-validation. With an infinite one nothing is
-            refitted.
+        repairs: Whether anything will be refitted. If not, no sums are kept, and a search measures the old weights.
+        ridge: Strength of the ridge towards the old weights; None: the best by cross-validation; infinite: no refit.
         progress: Called after every batch of the longest pass.
     """
 
@@ -96,12 +95,12 @@ class Calibration:
 
     @property
     def new_biases(self) -> list[str]:
-        """The output projections that have no bias, and can be given one."""
+        """The output projections without a bias that can be given one."""
         return [p.name for p in self.projections if p.has_bias and not p.own_bias]
 
     @property
     def cost(self) -> float:
-        """Forward passes over the examples that `statistics` takes, about; a backward pass counts as two."""
+        """About how many forward passes over the examples `statistics` takes; a backward pass counts as two."""
         if not self.repairs:
             return 0.0
         mixtures = mixed_texts(self.runner.batches, self.runner.rows, self.mixtures, 0)
@@ -110,12 +109,12 @@ class Calibration:
 
     @property
     def share(self) -> int:
-        """Directions that every head's values are refitted along, in widths of a head; a fit has as many more inputs."""
+        """Number of further directions for each head's values, in multiples of head_dim."""
         return room(self.projections, self.values) if self.values else 0
 
     @cached_property
     def statistics(self) -> Statistics:
-        """Sums over tokens."""
+        """The sums over tokens, measured on first use."""
         runner, before = self.runner, self.runner.passes
         with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
             wanted = self.repairs and self.projections
@@ -127,7 +126,7 @@ class Calibration:
 
     @cached_property
     def answers(self) -> tuple[DenseAnswers | str, float]:
-        """The answers to come nearer to, one vector an example, or why there are none; and the passes that they took."""
+        """The dense answers that the last step is fitted to, or why there are none; and the passes that they took."""
         runner = self.statistics.runner
         before = runner.passes
         return dense_answers(runner), runner.passes - before
@@ -137,12 +136,12 @@ class Calibration:
         return [p for p in self.projections if p.loses(drop) and self.is_seen(p)]
 
     def is_seen(self, projection: OutputProjection) -> bool:
-        """Whether there is anything to fit an output projection to."""
+        """Whether an output projection has statistics to be fitted to."""
         moments = self.statistics.moments.get(projection.name)
         return moments is not None and moments.seen
 
     def fit(self, step: str, projection: OutputProjection, kept: Tensor, make: Callable[[], LayerFit]) -> LayerFit:
-        """The fit of one W_O by a step, which depends on nothing but its kept inputs: made once for several choices of heads."""
+        """One W_O's fit by a step. It depends on the kept inputs alone, so it is cached for other choices of heads."""
         known, key = self._fits.setdefault((step, projection.name), {}), tuple(kept.tolist())
         if key not in known:
             known[key] = make()
@@ -153,14 +152,14 @@ class Calibration:
     def hessian(
         self, projection: OutputProjection, drop: Heads, mixes: Mapping[int, Tensor], ridge: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the ridge regression on the dense inputs that stay, widened by a head's width of directions.
+        """Hessian of the ridge regression on the kept dense inputs, widened by head_dim further directions per head.
 
         Args:
-            drop: The heads that go.
-            mixes: What heads' values are made of (`headprune.repairing.results.RepairWeights.mixes`).
+            drop: The removed heads.
+            mixes: How the heads' new values are made (`headprune.repairing.results.RepairWeights.mixes`).
 
         Returns:
-            The matrix ``[inputs, inputs]``, the mean that it was taken around ``[inputs]``, and which inputs they are.
+            The matrix ``[inputs, inputs]``, the inputs' subtracted mean ``[inputs]``, and the inputs' indices.
         """
         moments, index = self.statistics.moments[projection.name], projection.kept(drop)
         if (values := self.values.get(projection.name)) is None:
@@ -173,14 +172,14 @@ class Calibration:
             xx, xy = turn.T @ xx @ turn, turn.T @ xy
         a, _, mean, _ = centred(xx.sum(0), xy.sum(0), projection.has_bias)
         strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
-        # Inputs that never change have nothing to be fitted to.
+        # If no input varies, the matrix would be singular.
         matrix = a + max(strength, 1e-12) * torch.eye(len(a)).to(a)
         return matrix, mean if projection.has_bias else mean * 0, index
 
     def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """W_O's inputs and the slopes at its outputs, by module, for every call, on a batch of the model as it is now.
+        """W_O's inputs and the slopes at its outputs in the current model, by module, for every call on a batch.
 
-        Behind the inputs is what every head attends to along the first directions, a head's width of them.
+        The inputs are widened by what every head attends to along the first head_dim directions.
         """
         calls = self.runner.slopes(index)
         xs = {name: [x for x, _, _ in own] for name, own in calls.items()}
@@ -195,7 +194,7 @@ class Calibration:
 
     @contextmanager
     def applied(self, weights: NewWeights, drop: Heads | None = None) -> Iterator[None]:
-        """The model with new weights, while the context lasts; then the dense one again, to the bit.
+        """Write new weights into the model while the context lasts; then restore the dense ones, to the bit.
 
         Args:
             weights: ``{module: (W [in, out], b [out] or None)}``; the other modules keep their dense weights.
@@ -218,7 +217,7 @@ class Calibration:
         return outputs | {v.name: (v.weight, v.bias) for v in self.values.values()}
 
     def write(self, weights: NewWeights) -> None:
-        """Write weights into the model; a bias that is None is removed, if the dense model has none."""
+        """Write weights into the model; if a bias is None and the dense model has none, an added one is removed."""
         new = [name for name in self.new_biases if name in weights]
         with torch.inference_mode(False), torch.no_grad(), exact_attention(self.model):
             remove_biases(self.model, [name for name in new if weights[name][1] is None])
@@ -242,16 +241,15 @@ def calibrate(
     ridge: float | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """A model as it is now, which from here on is the dense one, and its examples.
+    """Make the `Calibration` of a model, which from here on is the dense one as it is now.
 
     Runs the model on a few examples, to see what can be refitted.
 
     Args:
-        repair: Whether anything is to be refitted.
-        values: Whether values are to be refitted too, where they can be.
-        mixtures: Whether mixtures of the examples are to be fitted to as well, where they can be
-            (`headprune.repairing.examples`).
-        biases: Whether output projections that have no bias can be given one.
+        repair: Whether to refit anything.
+        values: Whether to refit values too, where possible.
+        mixtures: Whether to fit to mixtures of the examples too, where possible (`headprune.repairing.examples`).
+        biases: Whether output projections without a bias can be given one.
         ridge, progress: As of `Calibration`.
     """
     notes: list[str] = []
@@ -267,7 +265,7 @@ def calibrate(
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
     if is_elsewhere(module, name):
         put(module, name, value, in_memory=True)  # there may be many such changes
-    else:  # in place, since stand-ins share their weights with what they stand in for
+    else:  # in place, since stand-ins share their weights with the modules that they replace
         getattr(module, name).copy_(value)
 
 
@@ -295,7 +293,7 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
     def add(i: int) -> None:
         xs, ys, token_weights = runner.recorded_with_weights(i)
         folds: dict[Any, list[Tensor]] = {}
-        finite: dict[str, Tensor] = {}  # asked for all layers at once, since every answer waits for a GPU
+        finite: dict[str, Tensor] = {}  # read for all layers at once, since every read waits for the GPU
         for names in directions.in_parts(xs):
             wide = directions.widened(batches[i], xs, ys, names)
             for name in names:
@@ -326,11 +324,11 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
 
 
 def _folds(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
-    """The tokens of a batch without padding, as indices: every other example is of the other fold."""
+    """Indices of a batch's tokens without padding, by fold; examples alternate between the folds."""
     batch = runner.everything[index]
     real = runner.real(x, batch, kind)
     rows, tokens, size = x.shape[0], x.shape[:-1], runner.rows.size(batch)
-    if runner.examples == 1:  # its tokens take turns
+    if runner.examples == 1:  # its tokens alternate between the folds
         fold = torch.arange(tokens.numel()) % FOLDS
     else:
         # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
@@ -342,7 +340,7 @@ def _folds(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
 
 
 def _turn(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
-    """From old values and all directions to the values that there are now and the first directions, with the 1 behind."""
+    """Matrix from old values and all directions to current values and the first head_dim ones; the 1 stays last."""
     width = values.head_dim
     blocks = []
     for h in heads:

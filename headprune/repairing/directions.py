@@ -1,4 +1,4 @@
-"""What heads could read of their tokens in the place of their old values: directions of the value projections' input."""
+"""Further directions of the value projections' input, which heads could read instead of their old values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from headprune.parallel import current
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.repairing.runner import Calls, Runner, replaced, unwatched
 
-_RANKS = (3, 2, 1)  # further directions that values may be made of, in widths of a head
-_MOST = 2 << 30  # bytes of statistics; more directions are for models that are small enough
+_RANKS = (3, 2, 1)  # numbers of further directions to try, in multiples of head_dim
+_MOST = 2 << 30  # bytes of statistics: larger models get fewer directions
 _MOST_AT_ONCE = 1 << 29  # bytes of widened inputs of a batch
 
 
 @dataclass(frozen=True)
 class Directions:
-    """Directions of the values' input that values may be made of, beside the old ones.
+    """Further directions of the values' input, from which new values may be made.
 
     Attributes:
         runner: The model.
@@ -40,23 +40,23 @@ class Directions:
 
     @property
     def shares(self) -> int:
-        """Passes that it takes to see all directions: a head's width of them at once."""
+        """Number of passes that read all directions: each reads head_dim of them."""
         return max((-(-q.shape[1] // self.values[name].head_dim) for name, q in self.along.items()), default=0)
 
     def more(self, projection: OutputProjection) -> int:
-        """By how many features W_O's inputs are widened."""
+        """Number of features by which W_O's inputs are widened."""
         values = self.values.get(projection.name)
         return 0 if values is None else len(values.owner) * self.rank(projection.name)
 
     def widened(self, batch: Any, xs: Calls, ys: Calls, names: Sequence[str], shares: int | None = None) -> Calls:
-        """W_O's inputs ``xs``, and behind them what every head attends to along the directions.
+        """W_O's inputs ``xs``, widened by what every head attends to along the directions.
 
-        With the projections of the values' input to these in the place of values, W_O's input is that; its outputs stay
-        ``ys``, so that what comes later does not notice.
+        The model runs with values replaced by their input's projections onto the directions: W_O's input is then what
+        heads attend to along them. W_O's outputs are held at ``ys``, so later layers do not change.
 
         Args:
-            names: For which output projections.
-            shares: How many of the directions, in widths of a head; all, by default.
+            names: The output projections.
+            shares: How many of the directions to read, in multiples of head_dim; all by default.
         """
         parts: dict[str, list[list[Tensor]]] = {n: [[] for _ in xs[n]] for n in names}
         chosen = [n for n in names if n in self.values]
@@ -99,7 +99,7 @@ class Directions:
 
 
 def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
-    """As many as there is room for; one pass over the examples."""
+    """Find the best directions, as many as fit into memory, in one pass over the examples."""
     if not values:
         return Directions(runner, {}, {})
     seen: dict[str, Tensor] = {}
@@ -112,7 +112,7 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
             # A cross-attention's values are of the encoder's tokens.
             kind = "encoder" if kind == "cross" else kind
             key = kind, x.shape[:-1], x.device
-            if key not in known:  # a GPU is waited for once where several layers have the same tokens
+            if key not in known:  # once for all layers with the same tokens, since it waits for the GPU
                 real = runner.real(x, batch, kind)
                 known[key] = None if real is None else real.nonzero().flatten()
             flat = widened(x.detach()).reshape(-1, x.shape[-1])
@@ -137,7 +137,7 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
 
 
 def room(projections: Sequence[OutputProjection], values: Mapping[str, Values]) -> int:
-    """How many directions there is room for, in widths of a head."""
+    """How many directions fit into memory, in multiples of head_dim."""
     for share in _RANKS:
         size = 0
         for projection in projections:
@@ -150,13 +150,13 @@ def room(projections: Sequence[OutputProjection], values: Mapping[str, Values]) 
 
 
 def best_directions(projection: OutputProjection, values: Values, xx: Tensor, rank: int) -> Tensor:
-    """Directions of the values' input that W_O makes most of, ``[in, rank]``, as long as the old weights' columns on average.
+    """Directions of the values' input that W_O uses most, ``[in, rank]``, scaled to the mean length of the old columns.
 
-    They span what is best for rank ``rank`` if every token attended to itself alone: with S the input's covariance and
+    They would be the best of rank ``rank`` if every token attended to itself alone: with S the input's covariance and
     ``L L^T = sum_h V_h O_h O_h^T V_h^T``, they are ``L w`` for the first eigenvectors w of ``L^T S L``.
 
     Args:
-        xx: Sums over tokens of products of the input with a 1 behind it, ``[in + 1, in + 1]``.
+        xx: Sums over tokens of products of the input with an appended 1, ``[in + 1, in + 1]``.
     """
     mean = xx[-1, :-1] / xx[-1, -1]
     spread = xx[:-1, :-1] / xx[-1, -1] - torch.outer(mean, mean)
@@ -172,22 +172,22 @@ def best_directions(projection: OutputProjection, values: Values, xx: Tensor, ra
     directions = left @ turned.flip(1)[:, :rank]
     length = weight[:, values.features.flatten()].square().sum(0).mean().sqrt()
     scaled: Tensor = directions * (length / directions.norm(dim=0, keepdim=True).clamp(min=1e-30))
-    # At least a head's width of them, for `Calibration.slopes`: along zeros where the input is narrower than that.
+    # `Calibration.slopes` needs head_dim directions at least: zeros, if the input is narrower.
     return torch.nn.functional.pad(scaled, (0, max(0, values.head_dim - scaled.shape[1])))
 
 
 def inputs_of_heads(projection: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> Tensor:
-    """Where a head's old values and further directions lie in W_O's widened inputs, ``[heads, head_dim + rank]``."""
+    """Indices of the heads' old values and further directions in W_O's widened inputs, ``[heads, head_dim + rank]``."""
     own = values.columns[list(heads)]
     start = len(projection.weight) + torch.tensor(heads, dtype=torch.long)[:, None] * rank
     return torch.cat([own, start + torch.arange(rank)], dim=1)
 
 
 def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
-    """Those whose heads are linear in their values, and whose values nothing else looks at.
+    """The value projections whose heads are linear in their values, and whose values nothing else reads.
 
-    Tried with every head's values turned and stretched, so that a norm would notice: W_O's input must be so alike, and
-    the answers and other layers' inputs stay as they were where W_O gives what it gave.
+    Tested by rotating and stretching every head's values (stretching shows a norm): W_O's input must change in the same
+    way, and with W_O's outputs held fixed, the answers and the other layers' inputs must not change.
 
     Args:
         values: By output projection.
@@ -236,7 +236,7 @@ def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
 
 
 def _close(result: Tensor, expected: Tensor) -> bool:
-    """Equal up to rounding, of the type that they are in."""
+    """Whether tensors are equal up to the rounding of their dtype."""
     if not expected.is_floating_point() or not expected.numel():
         return torch.equal(result, expected)
     most = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 0.05

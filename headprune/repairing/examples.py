@@ -1,9 +1,9 @@
-"""Mixtures of calibration examples, and how much the model's answers depend on every token of an example.
+"""Mixtures of calibration examples, and random projections of answers whose gradients give the Fisher information.
 
-A mixture is the first half of one text and the second half of another. A model often was trained on what it is calibrated with, and has
-overfitted it. Its answers to mixtures can be computed just as well, and are more like its answers to examples that it has not seen. (Like
-CutMix, Yun et al. 2019, arXiv:1905.04899, but for texts, and labels are not mixed: the dense model is asked. Halves of small images in one
-another's place made repair worse in our benchmark, and on a language model, which had not seen its examples, nothing changed.)
+A mixture is the first half of one text and the second half of another. A model was often trained on its calibration
+examples and overfits them; its answers to mixtures are more like those to unseen examples. (Like CutMix, Yun et al.
+2019, arXiv:1905.04899, but for texts, and the dense model gives the targets, so no labels are mixed. In our benchmark,
+swapping halves of small images made repair worse, and a language model, not trained on its examples, did not change.)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from headprune.divergence import gives_several, logits_of, part_of, real_tokens,
 from headprune.errors import HeadPruneError
 from headprune.inputs import LABELS, tensors, widened
 
-BLOCK = 4  # examples that are mixed with one another only, so that they can be left out together
-_MANY_CLASSES, _STARTS = 4096, 1 << 20  # a language model's; where a token's stretch of random numbers may begin
+BLOCK = 4  # examples that are mixed only with one another, so that they can be left out together
+_MANY_CLASSES, _STARTS = 4096, 1 << 20  # as of a language model; starts of a token's run of random numbers
 _TEXT = {"input_ids", "attention_mask", "token_type_ids"}
 
 
@@ -33,8 +33,8 @@ class Mixed:
 
     Attributes:
         inputs: Without labels.
-        firsts: The numbers of the examples that they begin with, ``[mixtures]``.
-        shift: How far apart the two were in their block.
+        firsts: Numbers of the examples that give the first halves, ``[mixtures]``.
+        shift: How far apart the two examples are in their block.
     """
 
     inputs: dict[str, Tensor]
@@ -43,22 +43,22 @@ class Mixed:
 
 
 def block_of(number: Tensor) -> Tensor:
-    """The number of an example's block: of one parity, as folds are (`headprune.repairing.projections`)."""
+    """The number of an example's block; all of a block have one parity, so they are in one fold."""
     return number // 2 // BLOCK * 2 + number % 2
 
 
 def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) -> list[Mixed]:
-    """Every text's first half with the second half of each of the ``times`` next ones in its block.
+    """Mix every text's first half with the second half of each of the next ``times`` texts in its block.
 
-    Both are cut in the middle of the shorter one. Which texts are mixed depends on their numbers alone, not on the batches that they come in.
+    Both are cut in the middle of the shorter one. Which texts are mixed depends on their numbers alone, not on batches.
 
     Args:
         batches: Calibration examples, with labels or without.
         rows: How examples lie in the batches.
-        padding: The token to fill up with.
+        padding: The token to pad with.
 
     Returns:
-        Those of one shift behind one another, on the CPU, as many in a batch as in the one that they begin in; none where it is not known how to cut.
+        Batches on the CPU, shift by shift, one for each batch of first texts; empty if it is not known how to cut.
     """
     texts: list[dict[str, Tensor]] = []
     for batch in batches:
@@ -92,7 +92,7 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
 
 
 def _texts(batch: Any, rows: Rows) -> list[dict[str, Tensor]] | None:
-    """Of every example the tokens that are no padding, by the input's name."""
+    """The tokens of every example without padding, by input name; None if the batch is not just token ids and masks."""
     if not isinstance(batch, Mapping):
         return None
     inputs = {k: v for k, v in batch.items() if k not in LABELS}
@@ -113,13 +113,13 @@ def _mixed(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, 
 
 
 def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, only: int | None = None) -> Tensor:
-    """A number whose gradient, squared, is on average the Fisher information of the answers to a batch.
+    """A random projection of the answers to a batch; its squared gradient is on average their Fisher information.
 
     Args:
-        output: The model's.
-        first: The number of the batch's first example; noise goes by it.
+        output: The model's output.
+        first: The number of the batch's first example, which seeds the noise.
         rows: How examples lie in the batch.
-        only: The example whose answers are looked at; by default those of all.
+        only: The only example whose answers are projected; by default all.
     """
     seeds = range(first, first + rows.size(batch))
 
@@ -130,16 +130,16 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
             random[torch.arange(len(random), device=random.device) != only] = 0
         return random
 
-    # A tensor without dimensions is a loss: it goes by the labels, and says nothing of single examples.
+    # A tensor without dimensions is a loss: it depends on the labels, and is not per example.
     logits, start = (part_of(output, name) for name in ("logits", "start_logits"))
     every = [t for t in tensors(output) if t.ndim and t.is_floating_point() and t.requires_grad]
     if not every and not any(isinstance(t, Tensor) and t.requires_grad for t in (logits, start)):
         message = "The model's answers do not depend on any head by what can be differentiated."
         raise HeadPruneError(message, 'Score by ablation, and search with strategy="one-shot".')
-    if start is not None:  # where an answer starts and ends: tokens are the classes, and padding is none
+    if start is not None:  # an answer's start and end: the tokens are the classes, without padding
         chances = logits_of(output, batch if isinstance(batch, Mapping) else {}).log_softmax(-1)
         draws = drawn(chances.movedim(1, -1)).movedim(-1, 1)
-    elif isinstance(logits, Tensor) and gives_several(model):  # each label is a yes or no of its own
+    elif isinstance(logits, Tensor) and gives_several(model):  # each label is a separate yes or no
         chance = widened(logits).detach().sigmoid()
         return (drawn(logits) * (chance * (1 - chance)).sqrt() * widened(logits)).sum()
     elif isinstance(logits, Tensor) and logits.shape[-1] > 1 and not regresses(model):
@@ -154,9 +154,9 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
 
 
 def across(root: Tensor, draw: Tensor) -> Tensor:
-    """Noise ``[..., classes]`` without its part along the square roots of the classes' probabilities, which would change nothing.
+    """Noise ``[..., classes]`` orthogonal to the square roots of the class probabilities, along which nothing changes.
 
-    The rest gets the length that it has on average. So with two classes nothing is left to chance but a sign.
+    It is scaled to its average length. So with two classes only the sign is random.
     """
     rest = draw - root * (root * draw).sum(-1, keepdim=True)
     length = rest.norm(dim=-1, keepdim=True).clamp(min=1e-12)
@@ -165,12 +165,12 @@ def across(root: Tensor, draw: Tensor) -> Tensor:
 
 
 def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
-    """Random numbers ``[examples, ...]``: the same for an example in any batch, none at padding."""
+    """Normal random numbers ``[examples, ...]``: the same for an example in any batch, 0 at padding."""
     if not like.ndim or len(like) != len(seeds):
         return torch.randn(like.shape, generator=torch.Generator().manual_seed(seeds[0])).to(like)
     many = like.ndim > 1 and like.shape[-1] > _MANY_CLASSES
     random = torch.zeros(like.shape, dtype=torch.float32, device=like.device if many else "cpu")
-    places = None if mask is None else mask.cpu()  # at once: every copy waits for a GPU
+    places = None if mask is None else mask.cpu()  # all at once: every copy waits for the GPU
     for row, seed in enumerate(seeds):
         generator, real = torch.Generator().manual_seed(seed), ... if places is None else places[row]
         shape = like.shape[1:] if places is None else (int(places[row].sum()), *like.shape[2:])
@@ -184,9 +184,9 @@ def noise(like: Tensor, mask: Tensor | None, seeds: Sequence[int]) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _numbers(classes: int, device: torch.device) -> Tensor:
-    """Random numbers, of which every token of a language model takes a stretch that begins anywhere.
+    """Normal random numbers, from which every token of a language model takes a run with a random start.
 
-    Numbers that are the same on every machine come from the CPU, and one for each token and class would keep a GPU waiting.
+    They come from the CPU, to be the same on every machine; one for each token and class would keep a GPU waiting.
     """
     numbers = torch.randn(classes + _STARTS - 1, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return numbers.to(device)

@@ -1,8 +1,8 @@
-"""The last step of a repair: output projections moved together, so that the model's answers come nearer to the dense model's.
+"""The last step of a repair: a Gauss-Newton step of all output projections together, towards the dense answers.
 
-A layer's fit does not know what the other layers' errors add up to; this does. It takes three passes or more, so plans are compared
-without. The weights move along the coordinates that the answers' gradients are longest along: a few thousand, or more where an answer is
-looked at along one direction only (of two classes there is but one, and its gradients need them).
+Unlike the fit of a single layer, it accounts for how all layers' errors add up. It takes three passes or more, so plans
+are compared without it. The weights change only along the coordinates in which the answers' gradients are longest: a
+few thousand, or more if an answer has one direction only (as with two classes), because its gradients need more.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from headprune.repairing.projections import OutputProjection, at
 from headprune.repairing.results import AnswersRepair, LeftOut, RepairWeights
 from headprune.repairing.runner import Seen
 
-_MOST = 1 << 12  # coordinates, of all projections together, where an answer is looked at along several directions
-_MOST_OF_ONE = 1 << 16  # and along one
-_WIDEST = 256  # eigenvectors of a projection's inputs, and of its outputs, that products are taken of
+_MOST = 1 << 12  # coordinates of all projections together, with several directions per answer
+_MOST_OF_ONE = 1 << 16  # the same, with one direction per answer
+_WIDEST = 256  # eigenvectors of a projection's inputs, and of its outputs; coordinates are their products
 _MOST_GRADIENTS = 1 << 28  # bytes of gradients at once
 
 Parts = dict[str, tuple[Tensor, Tensor]]
-"""By output projection, of some examples: inputs ``[examples, tokens, in]`` and slopes ``[directions, examples, tokens, out]``."""
+"""By output projection: inputs ``[examples, tokens, in]`` and slopes ``[directions, examples, tokens, out]``."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Coordinates:
     Attributes:
         inputs: By matrix, orthonormal ``[in, some]``.
         outputs: By matrix, orthonormal ``[out, some]``.
-        chosen: By matrix, the products that are taken ``[own]``: ``i * (outputs' some) + j`` is of i and j.
+        chosen: By matrix, indices of the products in use ``[own]``: ``i * (outputs' some) + j`` is of i and j.
     """
 
     inputs: Mapping[str, Tensor]
@@ -50,7 +50,7 @@ class Coordinates:
     chosen: Mapping[str, Tensor]
 
     def of(self, parts: Parts) -> Tensor:
-        """The gradients ``sum_t x_t s_t^T`` along these, ``[examples * directions, coordinates]`` on the CPU; an example's stand together."""
+        """Gradients ``sum_t x_t s_t^T`` in these coordinates, ``[examples * directions, coordinates]`` on the CPU."""
         gradients = []
         for name, own in self.chosen.items():
             products = self._products(name, parts[name])
@@ -58,7 +58,7 @@ class Coordinates:
         return gathered(gradients, dim=1)
 
     def matrices(self, change: Tensor) -> dict[str, Tensor]:
-        """What a change along them ``[coordinates]`` is of every matrix, ``[in, out]`` in float64."""
+        """A change in these coordinates ``[coordinates]`` as a change of every matrix, ``[in, out]`` in float64."""
         result = {}
         for name, own in zip(self.chosen, torch.split(change, [len(c) for c in self.chosen.values()]), strict=True):
             left, right = self.inputs[name], self.outputs[name]
@@ -68,7 +68,7 @@ class Coordinates:
         return result
 
     def _products(self, name: str, part: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
-        """All gradients of one matrix, turned ``[rows, some, some]``, as many at once as there is room for."""
+        """One matrix's gradients in its eigenvector bases, ``[rows, some, some]``, in parts that fit into memory."""
         x, slopes = part
         left, right = at(self.inputs[name], x.device).to(x.dtype), at(self.outputs[name], x.device).to(x.dtype)
         each = 4 * len(slopes) * left.shape[1] * right.shape[1]
@@ -78,10 +78,11 @@ class Coordinates:
 
 
 def longest(parts: Sequence[Parts], most: int) -> Coordinates:
-    """The coordinates that some examples' gradients are longest along.
+    """The ``most`` coordinates along which some examples' gradients are longest.
 
-    In the Kronecker-factored eigenbasis (George et al. 2018, arXiv:1806.03884): products of eigenvectors of the second moments
-    of inputs, and of slopes. There few coordinates carry most of the gradients' length.
+    They are chosen in the Kronecker-factored eigenbasis (George et al. 2018, arXiv:1806.03884): products of
+    eigenvectors of the second moments of inputs and of slopes. There, few coordinates carry most of the gradients'
+    length.
     """
     names = list(parts[0])
     inputs = {name: _eigenvectors([p[name][0] for p in parts]) for name in names}
@@ -103,13 +104,13 @@ def longest(parts: Sequence[Parts], most: int) -> Coordinates:
 
 
 def _eigenvectors(values: Sequence[Tensor]) -> Tensor:
-    """Of the second moments of values ``[..., wide]``, those of the largest eigenvalues first."""
+    """Eigenvectors of the second moments of values ``[..., wide]``, largest eigenvalues first."""
     moments = doubled(values[0].new_zeros(values[0].shape[-1], values[0].shape[-1]))
     for each in values:
         flat = each.flatten(0, -2)
         moments += doubled(flat.T @ flat)
     moments = moments.cpu()
-    # What is not finite has no axes; it shows in the gradients themselves.
+    # Values that are not finite have no eigenvectors; `gauss_newton` refuses their gradients.
     moments = moments.nan_to_num(0.0, 0.0, 0.0)
     vectors: Tensor = torch.linalg.eigh(moments)[1].flip(1)[:, :_WIDEST]
     return vectors
@@ -117,21 +118,21 @@ def _eigenvectors(values: Sequence[Tensor]) -> Tensor:
 
 STRENGTHS = tuple(10 ** (i / 2) for i in range(-8, 5))  # of the mean squared length of an answer's gradient
 _START = 10**-0.5  # the strength that is tried first
-_GAIN = 0.999  # of the error there was, at most: less gain may be rounding
+_GAIN = 0.999  # a step must lower the error below this share of the old one: less gain may be rounding
 _ROUNDED = 1e-2  # strengths below it need float64
 _MOST_TRIED = 1024  # rows that strengths are compared on, where an example has several
-_ROWS_AT_ONCE, _COORDINATES_AT_ONCE = 256, 4096  # that are widened to float64
-_MOST_KEPT = 1 << 28  # bytes of inputs and slopes that coordinates are chosen by: some hundred examples serve
+_ROWS_AT_ONCE, _COORDINATES_AT_ONCE = 256, 4096  # that are converted to float64 at once
+_MOST_KEPT = 1 << 28  # bytes of inputs and slopes from which coordinates are chosen: some hundred examples suffice
 _NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 
 Places = Mapping[str, tuple[OutputProjection, Tensor]]
-"""Output projections to change, with their inputs that stay."""
+"""Output projections to change, with the indices of their kept inputs."""
 Changes = Mapping[str, tuple[Tensor, Tensor]]
-"""Of weights ``W [in, out]`` and biases ``b [out]``, by module."""
+"""Changes of weights ``W [in, out]`` and biases ``b [out]``, by module."""
 
 
 def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
-    """The weights so far, all output projections that lose heads moved towards the dense model's answers."""
+    """Move all output projections that lose heads towards the dense model's answers, from the weights ``start``."""
     answers, _ = calibration.answers
     places = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
     if not places:
@@ -151,7 +152,7 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
 def _taken(
     start: RepairWeights, changes: Changes, facts: AnswersRepair, on_fold: Callable[[int], Changes], part: float
 ) -> RepairWeights:
-    """The step, or a part of it. (No closure that knows itself: gradients must go as soon as nobody wants them.)"""
+    """``start`` moved by a part of the step. (No closure that refers to itself: it would keep gradients in memory.)"""
     return replace(
         start.moved(changes, part),
         answers=replace(facts, part=part),
@@ -163,17 +164,18 @@ def _taken(
 def gauss_newton(
     answers: DenseAnswers, places: Places
 ) -> tuple[Changes, AnswersRepair, Callable[[int], Changes]] | None:
-    """Towards the dense model's answers, of the model as it is now: one Gauss-Newton step, with a ridge.
+    """One Gauss-Newton step with a ridge, from the current model towards the dense model's answers.
 
-    Minimised is ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is what example i's answer lacks of the dense
-    model's, J_i its gradient with respect to all of these weights, d their change, v the mean squared length of a row
-    of J. d is sought along the coordinates in which J is longest (`longest`). With fewer answers than these it is solved for
-    one number per answer (kernel ridge regression with the neural tangent kernel; Saunders et al. 1998, Jacot et al. 2018,
-    arXiv:1806.07572), and the strength is the best by leaving out each group of examples in turn, in closed form.
+    It minimises ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is the dense answer to example i minus the
+    current one, J_i the answer's gradient with respect to all of these weights, d their change, v the mean squared
+    length of a row of J. d is restricted to the coordinates in which J is longest (`longest`). One number per answer is
+    solved for (kernel ridge regression with the neural tangent kernel; Saunders et al. 1998, Jacot et al. 2018,
+    arXiv:1806.07572). The strength is the best by leaving out each group of examples in turn, in closed form.
 
     Returns:
-        Changes of weights by module, ``W [in, out]`` and ``b [out]``, float64 on the CPU; what is known of them; and the changes that
-        the examples of one fold alone would make. None where no strength does better than no change on examples left out.
+        Changes of weights by module, ``W [in, out]`` and ``b [out]``, float64 on the CPU; how well they fit; and a
+        function that fits them to one fold's examples alone. None if no strength does better than no change on left-out
+        examples.
     """
     before, lacking, gradients, coordinates = _system(answers, places)
     if not bool(lacking.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
@@ -195,19 +197,19 @@ def gauss_newton(
 
 
 def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tensor, Coordinates]:
-    """How far the answers are off, what is lacking along the directions ``[examples, directions]``, the gradients there
-    ``[examples * directions, coordinates]``, and along what."""
+    """The answers' root mean squared error, residuals along the directions ``[examples, directions]``, the gradients
+    there ``[examples * directions, coordinates]``, and the coordinates."""
     gaps: list[Tensor] = []
     lacking: dict[int, Tensor] = {}
     kept: dict[int, Parts] = {}
-    # The first few are far apart: batches often come sorted by length.
+    # In this order the first few are far apart: batches often come sorted by length.
     order = sorted(range(len(answers.batches)), key=lambda i: i * 0.6180339887 % 1)
 
     def seen(i: int) -> tuple[Tensor, Tensor, Parts]:
         gap, off, calls = _slopes(answers, i, list(places))
         return gap, off, {n: _joined(calls[n], own, p.has_bias, len(off)) for n, (p, own) in places.items()}
 
-    # Which coordinates count is found from some batches, that every rank looks at; the others are shared out.
+    # Every rank runs the first batches, to choose the coordinates; the others are shared out.
     for i in order:
         gap, lacking[i], kept[i] = seen(i)
         gaps.append(gap)
@@ -234,7 +236,7 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
 
 
 def _slopes(answers: DenseAnswers, index: int, names: Sequence[str]) -> tuple[Tensor, Tensor, Seen]:
-    """What a batch's answers lack ``[examples, ...]``, in all and along the directions that are looked at, and the slopes there."""
+    """A batch's residuals ``[examples, ...]``, whole and along the fitted directions, and the slopes along these."""
     batch, lacking = answers.batches[index], []
 
     def along(output: object) -> list[Tensor]:
@@ -249,20 +251,20 @@ def _slopes(answers: DenseAnswers, index: int, names: Sequence[str]) -> tuple[Te
 
 
 def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor, float, float] | None:
-    """Kernel ridge regression, its strength the best by leaving out each group of examples in turn.
+    """Kernel ridge regression, with the strength that is best by leaving out each group of examples in turn.
 
-    With A the gradients' inner products and the ridge, and y what is lacking, a group's error when it is left out is
-    ``(A⁻¹)_gg⁻¹ (A⁻¹ y)_g`` (the block form of Allen's PRESS, 1974). Strengths are compared on some of the groups, where these are many
-    and examples have several rows.
+    With A the gradients' inner products plus the ridge, and y the residuals, a group's error when it is left out is
+    ``(A⁻¹)_gg⁻¹ (A⁻¹ y)_g`` (block form of Allen's PRESS, 1974). If there are many groups, and examples have
+    several rows, strengths are compared on some of the groups.
 
     Args:
-        gradients: ``[rows, coordinates]``, the rows being an example's directions, example by example.
-        lacking: ``[examples, directions]``.
+        gradients: ``[rows, coordinates]``: a row for each direction of an example's answer, example by example.
+        lacking: The residuals, ``[examples, directions]``.
         left_out: ``[examples]``, the number of an example's group.
 
     Returns:
-        The change ``[coordinates]`` in float64, the strength, and the root mean squared error on what was left out; None
-        where no strength does better than nothing.
+        The change ``[coordinates]`` in float64, the strength, and the root mean squared error on left-out groups; None
+        if no strength does better than no change.
     """
     wanted, unit = lacking.flatten(), _unit(gradients)
     kernel = _products(gradients / unit**0.5)
@@ -281,20 +283,20 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
 
 
 def _unit(rows: Tensor) -> float:
-    """Mean squared length, summed in float64."""
+    """Mean squared length of the rows, summed in float64."""
     return float(torch.cat([some.double().square().sum(1) for some in torch.split(rows, _ROWS_AT_ONCE)]).mean())
 
 
 def _sum(rows: Tensor, alpha: Tensor) -> Tensor:
-    """Of rows times ``alpha [rows]``, ``[coordinates]`` in float64."""
+    """Sum of the rows times ``alpha [rows]``: ``[coordinates]`` in float64."""
     return torch.cat([some.T.double() @ alpha for some in torch.split(rows, _COORDINATES_AT_ONCE, dim=1)])
 
 
 def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength: float) -> tuple[float, Tensor]:
-    """Root mean squared error on each group when it is left out, and the coefficients with all of them, float64."""
+    """Root mean squared error on groups when each is left out, and the coefficients fitted to all groups, float64."""
     wide = kernel if strength >= _ROUNDED else kernel.double()
     root, failed = torch.linalg.cholesky_ex(wide + strength * torch.eye(len(wide), dtype=wide.dtype))
-    if int(failed):  # a ridge that is less than rounding
+    if int(failed):  # the ridge is smaller than rounding
         return float("inf"), wanted
     inverse = torch.cholesky_inverse(root)
     alpha = (inverse @ wanted.to(inverse)).double()
@@ -310,7 +312,7 @@ def _products(rows: Tensor) -> Tensor:
     """Inner products ``[rows, rows]``."""
     kernel = rows.new_empty(len(rows), len(rows))
     block = max(1, -(-len(rows) // 4))
-    for first in range(0, len(rows), block):  # what is on one side of the diagonal is on the other too
+    for first in range(0, len(rows), block):  # symmetric: each product fills both sides of the diagonal
         products = rows[first : first + block] @ rows[first:].T
         kernel[first : first + block, first:] = products
         kernel[first:, first : first + block] = products.T
@@ -318,7 +320,7 @@ def _products(rows: Tensor) -> Tensor:
 
 
 def _rows_of_groups(left_out: Tensor, directions: int) -> list[Tensor]:
-    """The rows of every group, ``[groups, rows]``, those of groups of one size together."""
+    """The row numbers of every group: one tensor ``[groups, rows]`` for each group size."""
     order = left_out.argsort(stable=True)
     sizes = [n for n in left_out.bincount().tolist() if n]
     by_size: dict[int, list[Tensor]] = {}
@@ -329,11 +331,11 @@ def _rows_of_groups(left_out: Tensor, directions: int) -> list[Tensor]:
 
 
 def _directions(gap: Tensor, noise: Tensor) -> Tensor:
-    """Along which an answer is looked at, ``[examples, some, directions]``.
+    """Directions along which answers are fitted, ``[examples, some, directions]``.
 
-    All of them; or, where only some can be, first that of the gap to the dense model's answer, which is all that is lacking,
-    then random ones at right angles to it, along which nothing should change. They are as long as it takes for the mean square
-    of what is seen along them to be, on average, that along all.
+    All of them; or if only some can be, first that of the gap to the dense model's answer, then random ones orthogonal
+    to it, along which nothing should change. They are scaled so that the mean square along them is, on average, that
+    along all directions.
 
     Args:
         gap: ``[examples, directions]``.
@@ -354,7 +356,7 @@ def _directions(gap: Tensor, noise: Tensor) -> Tensor:
 def _joined(
     calls: Sequence[tuple[Tensor, Tensor, Sequence[Tensor]]], kept: Tensor, has_bias: bool, examples: int
 ) -> tuple[Tensor, Tensor]:
-    """All of a projection's calls: inputs ``[examples, tokens, in]``, a 1 behind them for the bias, and slopes
+    """A projection's calls joined: kept inputs ``[examples, tokens, in]``, with an appended 1 for a bias, and slopes
     ``[directions, examples, tokens, out]``."""
     if any(y[..., 0].numel() % examples for _, y, _ in calls):
         raise HeadPruneError("tokens cannot be told apart by example.")
@@ -369,7 +371,7 @@ def _joined(
 
 
 def _weights(matrices: Mapping[str, Tensor], places: Places) -> dict[str, tuple[Tensor, Tensor]]:
-    """Changes of weights and biases, from those of the inputs that stay with the bias behind them."""
+    """Changes of weights and biases by module, from those of the kept inputs' rows and the bias as the last row."""
     result = {}
     for name, (place, kept) in places.items():
         weight, bias = (torch.zeros_like(t, device="cpu") for t in (place.weight, place.bias))

@@ -1,13 +1,14 @@
-"""The steps of a repair that refit every layer by itself: its output projection, then the kept heads' values along with it.
+"""Repair steps that refit every layer by itself: its output projection, then the kept heads' values along with it.
 
-**Output projections.** Each W_O that loses heads is fitted by ridge regression to give what the dense one gives, on the kept heads' outputs.
+**Output projections.** Each W_O that loses heads is fitted by ridge regression: from the kept heads' outputs to the
+dense W_O's outputs.
 
-**Values.** A head hands on ``A v``: its attention weights times its values. Where heads go, those that stay can do better than to weigh
-their old values again: they can take others from the same tokens. For fixed attention weights the layer's output is
-bilinear in the value projection and W_O, so both are least squares with the other one held, from the same second moments.
-New values are made of a head's old ones and of ``rank`` further directions of the value projection's input, those that
-W_O made most of over all heads. What a head attends to along them is found by running the model with these in the place of
-values (`headprune.repairing.directions`), so nothing needs to be known of how attention is computed.
+**Values.** A head outputs ``A v``: its attention weights times its values. A new W_O can only reweight the kept heads'
+old values, but these heads can read other values from the same tokens. With fixed attention weights the layer's output
+is bilinear in the value projection and W_O, so either one is least squares with the other fixed, from the same second
+moments. New values are made of a head's old ones and ``rank`` further directions of the value projection's input: those
+that W_O uses most over all heads. What a head attends to along them is measured by running the model with them in place
+of values (`headprune.repairing.directions`), so repair need not know how attention is computed.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Va
 from headprune.repairing.results import LayerFit, LayerRepair, LeftOut, NewWeights, RepairWeights
 
 OUTPUTS = "output projections"
-ROUNDED = 1e-7  # of the outputs' squares, which are summed in float32: errors that differ by less are equal
+ROUNDED = 1e-7  # share of the outputs' squares, summed in float32: errors that differ by less are equal
 RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
 
 Ridge = float | None
-"""A strength that is given, or the best one by cross-validation."""
+"""A given strength; None: the best one by cross-validation."""
 
 
 def refit_outputs(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights:
-    """The weights of every output projection that loses heads."""
+    """New weights of every output projection that loses heads."""
     moments, fits = calibration.statistics.moments, dict[str, LayerFit]()
     for p in calibration.losing(drop):
         kept = p.kept(drop)
@@ -45,14 +46,14 @@ def refit_outputs(calibration: Calibration, drop: Heads, start: RepairWeights) -
 
 
 def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, ridge: Ridge) -> LayerFit:
-    """The best weights for the inputs that stay.
+    """Fit one W_O to its kept inputs by ridge regression.
 
     Args:
-        ridge: Strength of the pull towards the old weights; infinite for the old weights; by default the best one of `RIDGES`
-            by cross-validation, or the old weights.
+        ridge: Strength of the ridge towards the old weights; infinite: keep these; None: the best by cross-validation,
+            of `RIDGES` and infinity.
     """
     xx, xy, yy = moments.rows_of(kept)
-    # Where the sums are: with a GPU, this took most of the search's time on the CPU (Llama of 1B).
+    # On the sums' device: on the CPU, this took most of a search with a GPU (Llama of 1B).
     old = projection.weight[kept.to(projection.weight.device)].to(xx.device), projection.bias.to(xx.device)
     chosen, held_out = ridge, None
     if chosen is None:
@@ -75,7 +76,7 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
 
 
 def _held_out(xx: Tensor, xy: Tensor, yy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> float:
-    """Squared error on every fold of what was fitted on the others."""
+    """Squared error, summed over folds, of weights fitted on the other folds."""
     total = 0.0
     for i in range(FOLDS):
         if float(xx.sum(0)[-1, -1] - xx[i, -1, -1]) <= 0:
@@ -86,10 +87,10 @@ def _held_out(xx: Tensor, xy: Tensor, yy: Tensor, old: tuple[Tensor, Tensor], ha
 
 
 def _solved(xx: Tensor, xy: Tensor, old: tuple[Tensor, Tensor], has_bias: bool, ridge: float) -> tuple[Tensor, Tensor]:
-    """Ridge regression towards the old weights, the bias free: ``W [in, out]``, ``b [out]``."""
+    """Ridge regression towards the old weights, without a penalty on the bias: ``W [in, out]``, ``b [out]``."""
     a, c, mean_x, mean_y = centred(xx, xy, has_bias)
     weight, strength = old[0], ridge * float(a.diagonal().mean())
-    if strength > 0:  # there are inputs, and they change
+    if strength > 0:  # some input varies
         weight = torch.linalg.solve(a + strength * torch.eye(len(a)).to(a), c + strength * old[0])
     return weight, mean_y - mean_x @ weight if has_bias else old[1]
 
@@ -101,7 +102,7 @@ def error(xx: Tensor, xy: Tensor, yy: Tensor, weight: Tensor, bias: Tensor) -> f
 
 
 def downhill(error: Callable[[float], float], strengths: Sequence[float], start: int) -> tuple[float, float]:
-    """The strength of least error, and that error: from number ``start`` on as long as it falls, since there is one valley."""
+    """The strength of least error, and that error; from index ``start`` as long as it falls (to its only minimum)."""
     at, least = start, error(strengths[start])
     for step in (-1, 1):
         while 0 <= at + step < len(strengths) and (now := error(strengths[at + step])) < least:
@@ -118,7 +119,7 @@ _TRIED_ROUNDS, _TRIED_STEPS = 1, 6  # to compare ridges
 
 
 def refit_values(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
-    """The weights so far, with values refitted in those layers where that does better on held-out tokens."""
+    """The weights ``start``, with values refitted in the layers where that does better on held-out tokens."""
     fits, statistics = dict(start.fits), calibration.statistics
     for name, output_fit in start.fits.items():
         projection, moments = output_fit.projection, statistics.moments[name]
@@ -137,11 +138,12 @@ def refit_values(calibration: Calibration, drop: Heads, start: RepairWeights) ->
 def fit_values(
     moments: Moments, projection: OutputProjection, values: Values, heads: Sequence[int], further: Tensor, ridge: Ridge
 ) -> LayerFit:
-    """The best values and W_O for the heads that stay.
+    """Fit the kept heads' values together with W_O.
 
-    Minimised is ``mean_t |y_t - sum_h z_th T_g(h) O_h - b|^2 + ridge * (v |O - O_old|^2 + u sum_g |T_g - T_old|^2)``, z_th being
-    what head h attends to (its old values, then the further directions), v and u the mean variance of the inputs that O and
-    T weigh; heads of a group share T. O and T take turns: O by elimination, T by conjugate gradients, which never make it worse.
+    It minimises ``mean_t |y_t - sum_h z_th T_g(h) O_h - b|^2 + ridge * (v |O - O_old|^2 + u sum_g |T_g - T_old|^2)``.
+    z_th is what head h attends to (its old values, then the further directions), v and u are the mean variances of O's
+    and T's inputs; heads of a group share T. O and T take turns: O by elimination, T by conjugate gradients; no turn is
+    a loss.
     """
     rank = further.shape[1]
     index = inputs_of_heads(projection, values, heads, rank)
@@ -181,7 +183,7 @@ def fit_values(
 
 
 def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> NewWeights:
-    """The value projection's new weights and bias, from what its heads' values are made of."""
+    """The value projection's new weights and bias, from its heads' `LayerFit.mixes`."""
     weight, bias = values.weight.cpu().clone(), None if values.bias is None else values.bias.cpu().clone()
     for head, mix in mixes.items():
         at = values.features[values.owner[head]]
@@ -194,13 +196,13 @@ def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> New
 
 @dataclass(frozen=True)
 class _Sums:
-    """What a fit needs of the tokens.
+    """The second moments that a fit of values needs.
 
     Attributes:
         a, c: Second moments per token, around the means, ``[heads, wide, heads, wide]`` and ``[heads, wide, out]``.
         mean_x, mean_y: Of inputs and outputs.
         var, own: Mean variance of the inputs, and of those that are old values.
-        left, turn: Eigenvalues and eigenvectors of the mean of a group's heads' own blocks of ``a``.
+        left, turn: By group, eigenvalues and eigenvectors of the mean of its heads' diagonal blocks of ``a``.
     """
 
     a: Tensor
@@ -219,7 +221,7 @@ class _Sums:
 
 
 class _ValueSolver:
-    """The old values and weights of the heads that stay, and the way from there to better ones."""
+    """Alternating least squares for the kept heads' values and W_O, from the old ones."""
 
     def __init__(self, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> None:
         width = values.head_dim
@@ -231,12 +233,12 @@ class _ValueSolver:
         self.mix = torch.eye(width + rank, width, dtype=torch.float64).repeat(len(kept), 1, 1)
 
     def product(self, mix: Tensor, out: Tensor) -> Tensor:
-        """What stands in W_O's place for the widened inputs, ``[heads * wide, out]``."""
+        """The matrix from the widened inputs to the layer's output, ``[heads * wide, out]``."""
         product: Tensor = mix[self.owner] @ out
         return product.flatten(0, 1)
 
     def error(self, xx: Tensor, xy: Tensor, yy: Tensor, mix: Tensor, out: Tensor, bias: Tensor) -> float:
-        """Sum over tokens of the squared error, from sums over tokens with a 1 behind them."""
+        """Squared error summed over tokens, from sums over tokens of inputs with an appended 1."""
         each, size = mix[self.owner], out.shape[0] * out.shape[1]
         (heads, wide, _), small = each.shape, xx.new_zeros(size + 1, size + 1)
         small[:-1, :-1] = self._squared(xx[:-1, :-1].reshape(heads, wide, heads, wide), each)
@@ -246,7 +248,7 @@ class _ValueSolver:
         return error(small, torch.cat([wanted, xy[-1:]]), yy, out.flatten(0, 1), bias)
 
     def sums(self, xx: Tensor, xy: Tensor) -> _Sums:
-        """From sums over tokens with a 1 behind them."""
+        """The second moments, from sums over tokens of inputs with an appended 1."""
         a, c, mean_x, mean_y = centred(xx, xy, self.has_bias)
         heads, wide, width = len(self.owner), self.mix.shape[1], self.out.shape[1]
         a, c = a.view(heads, wide, heads, wide), c.view(heads, wide, -1)
@@ -260,7 +262,7 @@ class _ValueSolver:
         """Mixes ``[groups, wide, head_dim]``, weights ``[heads, head_dim, out]`` and bias ``[out]`` after some rounds."""
         mix, out = self.mix.to(sums.a), self.out.to(sums.a)
         if sums.own > 0:
-            # By the weights that there were: a strength that changed on the way would not let every turn be a gain.
+            # From the old weights: if the strength changed between turns, a turn could increase the error.
             strength = ridge * sums.var * float(self.out.square().sum(2).mean()) * len(self.owner) / len(mix)
             for _ in range(rounds):
                 out = self._out(sums, mix, ridge * sums.own)
@@ -270,7 +272,7 @@ class _ValueSolver:
 
     @staticmethod
     def _squared(a: Tensor, each: Tensor) -> Tensor:
-        """Second moments of what heads hand on, from those of what they attend to."""
+        """Second moments of the heads' outputs, from those of what they attend to."""
         half = torch.einsum("adbe,bef->adbf", a, each)
         return torch.einsum("adg,adbf->agbf", each, half).flatten(2).flatten(0, 1)
 
@@ -291,7 +293,7 @@ class _ValueSolver:
             mixed = torch.einsum("bef,bfag->beag", x[self.owner], pairs)
             return by_group(torch.einsum("adbe,beag->adg", sums.a, mixed)) + strength * x
 
-        # The preconditioner is the operator of a model in which heads of other groups, and of one group, had nothing in common.
+        # The preconditioner is the operator for heads that are uncorrelated, within a group and between groups.
         outputs = out.new_zeros(len(mix), *(out.shape[1],) * 2).index_add(0, self.owner, out @ out.mT)
         right, spin = torch.linalg.eigh(outputs)
         turn = sums.turn

@@ -1,4 +1,4 @@
-"""The projections that can be refitted, with their dense weights, and the sums over tokens that they are refitted from."""
+"""Output and value projections that can be refitted, their dense weights, and the sums over tokens for the fit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from headprune.offload import is_elsewhere, on_disk, place_of, value_of
 from headprune.running import exact_attention
 
 FOLDS = 2
-_ROUNDED = 1e-12  # of a square: a variance below it is rounding
+_ROUNDED = 1e-12  # share of the mean square: a variance below it is rounding
 
 
 class Moments:
-    """Sums over tokens, by fold: of W_O's inputs with a 1 behind them, and of the outputs that are wanted.
+    """Second moments summed over tokens, by fold: of W_O's inputs with an appended 1, and of its target outputs.
 
     Args:
-        device: Where they are; None keeps them in files, for models whose weights are not all in memory either.
+        device: Where the sums are; None keeps them in files, for models whose weights are not all in memory either.
     """
 
     def __init__(self, inputs: int, outputs: int, device: torch.device | None) -> None:
@@ -37,7 +37,7 @@ class Moments:
         self.yy = torch.zeros(FOLDS, dtype=torch.float64, device=place)
 
     def add(self, fold: int, x: Tensor, y: Tensor, weight: Tensor) -> None:
-        """Tokens ``x`` [tokens, in] and ``y`` [tokens, out], with a weight each."""
+        """Add tokens ``x`` [tokens, in] and ``y`` [tokens, out], with a weight each."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         x = torch.cat([x.to(wide), x.new_ones(len(x), 1, dtype=wide)], dim=1)
         y, weight = y.to(wide), weight.to(wide)[:, None]
@@ -47,23 +47,23 @@ class Moments:
         self.yy[fold] += (y**2 * weight).sum().to(self.yy)
 
     def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sums ``xx``, ``xy`` and ``yy`` of the inputs that stay, and the 1 behind them, where they are kept."""
+        """The sums ``xx``, ``xy`` and ``yy`` for the kept inputs and the appended 1, on the sums' device."""
         both = torch.cat([kept, torch.tensor([self.xx.shape[-1] - 1])]).to(self.xx.device)
         return self.xx[:, both][:, :, both], self.xy[:, both], self.yy
 
     def of_fold(self, fold: int) -> Moments:
-        """Of one fold's tokens: for fits of a strength that is given."""
+        """The sums of one fold's tokens, for fits with a given strength."""
         part = copy.copy(self)
         part.xx, part.xy, part.yy = (m[fold : fold + 1] for m in (self.xx, self.xy, self.yy))
         return part
 
     @property
     def seen(self) -> bool:
-        """Whether there were tokens that matter."""
+        """Whether any token has a weight above 0."""
         return bool(self.xx[:, -1, -1].sum() > 0)
 
     def spread(self) -> float:
-        """Variance of the outputs, summed over tokens; of outputs that never change, their square."""
+        """Variance of the outputs, summed over tokens; of constant outputs, their square."""
         xy, tokens = self.xy.sum(0), self.xx[:, -1, -1].sum()
         square = float(self.yy.sum())
         around = square - float(tokens * (xy[-1] / tokens).square().sum())
@@ -71,14 +71,14 @@ class Moments:
 
 
 def centred(xx: Tensor, xy: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Second moments ``[in, in]`` and ``[in, out]`` per token, and the means of inputs and outputs."""
+    """Second moments ``[in, in]`` and ``[in, out]`` per token (central if with a bias); means of inputs and outputs."""
     tokens = xx[-1, -1]
     mean_x, mean_y = (xx[-1, :-1] / tokens, xy[-1] / tokens)
-    if not has_bias:  # nothing may be taken out that nothing can put back
+    if not has_bias:  # without a bias, nothing could restore a mean that is subtracted
         return xx[:-1, :-1] / tokens, xy[:-1] / tokens, mean_x, mean_y
     a, c = xx[:-1, :-1] / tokens - torch.outer(mean_x, mean_x), xy[:-1] / tokens - torch.outer(mean_x, mean_y)
     if float(a.diagonal().sum()) <= _ROUNDED * float(xx[:-1, :-1].diagonal().sum() / tokens):
-        a, c = torch.zeros_like(a), torch.zeros_like(c)  # inputs that never change: what is left is rounding
+        a, c = torch.zeros_like(a), torch.zeros_like(c)  # constant inputs: what is left is rounding
     return a, c, mean_x, mean_y
 
 
@@ -89,9 +89,9 @@ class Values:
     Attributes:
         name: Of the module.
         weight, bias: The dense model's, ``[in, out]`` and ``[out]`` (None where it has none), float64.
-        features: Its outputs, of every key/value head ``[key/value heads, head_dim]``.
+        features: Indices of its outputs, by key/value head ``[key/value heads, head_dim]``.
         owner: The key/value head of every query head.
-        columns: W_O's inputs, of every query head ``[heads, head_dim]``.
+        columns: Indices of W_O's inputs, by query head ``[heads, head_dim]``.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Values:
 
 
 def at(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """An index, or a factor, where the numbers are that it is used with; copied there once, since every copy waits for a GPU."""
+    """A tensor on this device and in this dtype. The copy is cached, since every copy waits for the GPU."""
     dtype = dtype or tensor.dtype
     if (tensor.device, tensor.dtype) == (device, dtype):
         return tensor
@@ -127,11 +127,11 @@ class OutputProjection:
 
     Attributes:
         name: Of the module.
-        layers: That end in it (mostly one).
+        layers: The layers that end in it (mostly one).
         weight, bias: The dense model's, ``[in, out]`` and ``[out]``, float64.
-        has_bias: Whether the module has one, or can be given one.
-        own_bias: Whether it has one.
-        values: What its inputs are made of, if that can be refitted too.
+        has_bias: Whether the module has a bias, or can be given one.
+        own_bias: Whether it has a bias.
+        values: The value projection behind its inputs, if that can be refitted too.
     """
 
     name: str
@@ -143,17 +143,17 @@ class OutputProjection:
     values: Values | None = None
 
     def kept(self, drop: Heads) -> Tensor:
-        """The inputs of W_O that stay."""
+        """Indices of the inputs of W_O that stay."""
         owned = [(a.output_projection.features, drop.get(a.name, ())) for a in self.layers if a.output_projection]
         gone = {f for features, heads in owned for h in heads for f in features[h]}
         return torch.tensor([i for i in range(self.weight.shape[0]) if i not in gone], dtype=torch.long)
 
     def loses(self, drop: Heads) -> bool:
-        """Whether heads go that it reads."""
+        """Whether it reads any of the removed heads."""
         return len(self.kept(drop)) < len(self.weight)
 
     def heads(self, drop: Heads) -> list[int]:
-        """The heads that stay, of the only layer (where there are several, no values are refitted)."""
+        """The kept heads of its only layer (if it has several, no values are refitted)."""
         gone = set(drop.get(self.layers[0].name, ()))
         return [h for h in range(self.layers[0].num_heads) if h not in gone]
 
@@ -162,7 +162,7 @@ def output_projections(model: nn.Module, layers: Layers, notes: list[str], biase
     """The output projections that can be refitted, in the order of the layers; why others cannot is added to ``notes``.
 
     Args:
-        biases: Whether one that has no bias can be given one.
+        biases: Whether projections without a bias can be given one.
     """
     by_module: dict[str, list[AttentionLayer]] = {}
     real = dict(model.named_modules())
@@ -194,7 +194,7 @@ def output_projections(model: nn.Module, layers: Layers, notes: list[str], biase
 def _values(
     model: nn.Module, layer: AttentionLayer, inputs: int, owners: Mapping[object, Sequence[str]]
 ) -> Values | None:
-    """What makes a layer's values, if its heads have no parts in common but those of whole groups."""
+    """A layer's value projection, if it can be refitted: a plain linear one, whose features only whole groups share."""
     if layer.values is None or layer.output_projection is None:
         return None
     source, columns = layer.values, layer.output_projection.features
@@ -215,7 +215,7 @@ def _values(
 def matrix_of(projection: Any) -> Tensor:
     """A copy of a linear module's weights, ``[in, out]``, float64."""
     held = value_of(projection, "weight").detach()
-    # A model that is not all in memory has hardly room for them there.
+    # A model that is not all in memory leaves hardly room for copies there.
     wide = on_disk(*held.shape).copy_(held) if is_elsewhere(projection, "weight") else held.double().clone()
     return wide if is_transposed(projection) else wide.T
 
@@ -228,7 +228,7 @@ def bias_of(projection: Any) -> Tensor | None:
 
 def _not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:
     """Why a module's weights cannot be replaced; empty if they can."""
-    # Its own, and not made of others, as an adapter's.
+    # The weight must be the module's own parameter, not computed from others as in adapters.
     weight: Any = projection.weight if "weight" in projection._parameters else None
     plain = isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
     if not plain or (weight.is_meta and not is_elsewhere(projection, "weight")):
@@ -237,7 +237,7 @@ def _not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:
 
 
 def _storage_of(module: nn.Module) -> object:
-    """Where a module's weight lies: stand-ins have parameters of their own that share it."""
+    """Identity of the storage of a module's weight: a stand-in's parameters share it with the original's."""
     own = "weight" in module._parameters or "weight" in module._buffers
     return place_of(module, "weight") if own else id(module.weight)
 
@@ -251,5 +251,5 @@ def _why_not(layer: AttentionLayer) -> str:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a weight is [in, out], as transformers' Conv1D has it."""
+    """Whether a module stores its weight as [in, out], as transformers' Conv1D does."""
     return type(module).__name__ == "Conv1D"

@@ -1,4 +1,4 @@
-"""What a repair gives: new weights, and the facts of how they fit."""
+"""Results of a repair: new weights, and how well they fit."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from headprune.repairing.projections import Moments, OutputProjection
 
 LeftOut = str
-"""Why a step of a repair is left out: it has nothing to gain, or cannot be made; "" if the reason is of no interest."""
+"""Why a step of a repair is left out: it gains nothing, or cannot be made; "" if users need not know."""
 NewWeights = Mapping[str, tuple[Tensor, Tensor | None]]
 """``{module: (W [in, out], b [out] or None)}``; modules that keep their dense weights are not in it."""
 
 
 @dataclass(frozen=True)
 class LayerRepair:
-    """One layer's refit.
+    """How well one layer's refit fits.
 
     Attributes:
-        before: Mean squared error per token (weighted as in the fit: `headprune.repair`) of W_O's output with the old weights and without the removed heads, divided
-            by the variance of the dense model's output.
+        before: Mean squared error per token (weighted as in the fit) of W_O's output with the old weights and without
+            the removed heads, divided by the variance of the dense model's output.
         after: The same with the new weights.
-        ridge: The strength that was best on held-out examples; infinite where the old weights were.
+        ridge: The strength that was best on held-out examples; infinite if the old weights were.
         values: Whether the value projection was refitted as well.
     """
 
@@ -37,13 +37,13 @@ class LayerRepair:
 
 @dataclass(frozen=True)
 class AnswersRepair:
-    """The step towards the dense model's answers (`headprune.repairing.gauss_newton`), the last one where it was taken again.
+    """The step towards the dense answers (`headprune.repairing.gauss_newton`); the last one, if it was repeated.
 
     Attributes:
         before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
             model's, on the calibration examples, without it.
-        held_out: What it should be on an example that is left out, to first order.
-        strength: The ridge's, with which that is least.
+        held_out: The same with the step, on left-out examples, to first order.
+        strength: The strength of the ridge, for which ``held_out`` is least.
         examples: How many were fitted to.
         part: How much of the step was taken, from 0 to 1.
     """
@@ -55,9 +55,10 @@ class AnswersRepair:
     part: float = 1.0
 
     def better_part(self, before: float, after: float) -> float:
-        """The part of the step at which an error is least that was ``before`` and with the whole step is ``after``.
+        """The part of the step with least error, if the error is ``before`` without the step and ``after`` with it.
 
-        It is taken to be a parabola, which falls at first as the step promises: to ``held_out`` squared of ``before`` squared.
+        The error is taken to be a parabola. The step's own prediction (``self.before`` and ``held_out``) gives its
+        slope at 0.
         """
         promised = before * (1 - (self.held_out / self.before) ** 2)
         return promised / max(after - before + 2 * promised, 1e-30)
@@ -72,7 +73,7 @@ class Trial:
         before, after: Mean divergence from the dense model's answers, in nats (of answers that are no logits, the mean squared
             difference), without this step and with it; heads masked.
         examples: How many it was tried on.
-        kept: Whether it did better there. What did not, was left out.
+        kept: Whether it did better there. If not, it was left out.
     """
 
     step: str
@@ -83,11 +84,11 @@ class Trial:
 
     @property
     def gain(self) -> float:
-        """How much nearer to the dense model's answers the step came there: ``before - after``; below 0 it came no nearer."""
+        """How much the step lowered the divergence: ``before - after``; below 0 if it raised it."""
         return self.before - self.after
 
     def to_json(self) -> dict[str, Any]:
-        """With None for what is no number, as where answers overflow."""
+        """The fields, with None for numbers that are not finite, as when answers overflow."""
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in vars(self).items()}
 
 
@@ -96,15 +97,15 @@ class Repair:
     """What `repair` did.
 
     Attributes:
-        layers: By layer; on the calibration examples, before the step towards the answers.
-        examples: Calibration examples.
-        mixtures: Mixtures of them that were fitted to as well (`headprune.repairing.examples`).
+        layers: How well each layer fits, on the calibration examples before the step towards the answers.
+        examples: Number of calibration examples.
+        mixtures: Number of mixtures of them that were fitted to as well (`headprune.repairing.examples`).
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
         notes: Which weights could not be refitted, and why.
         answers: The step towards the dense model's answers; None where none was taken.
-        trials: How every step did on examples that it was not fitted to, and whether it was kept; the step towards the answers may be in
-            it several times.
+        trials: How every step did on examples that it was not fitted to, and whether it was kept. The step towards the
+            answers may be listed several times.
     """
 
     layers: dict[str, LayerRepair]
@@ -126,14 +127,14 @@ class LayerFit:
 
     Attributes:
         projection: W_O.
-        weight: ``[in, out]``, with rows of zeros for inputs that go.
-        bias: ``[out]``; None where there can be none.
+        weight: ``[in, out]``, with rows of zeros for removed inputs.
+        bias: ``[out]``; None if there can be none.
         facts: How well it fits.
-        held_out: Squared error on every fold of what was fitted to the others; None where the ridge was given.
-        refit: The same fit, with the same strength, to other sums over tokens.
-        mixes: Of every kept head, its new values from its old ones and the further directions, ``[head_dim + rank, head_dim]``;
-            empty where values stay as they are.
-        values: Where values were refitted too, gives the new weights of their projection, by its name.
+        held_out: Cross-validated squared error, summed over folds; None if the ridge was given.
+        refit: Makes the same fit, with the same strength, from other sums over tokens.
+        mixes: For every kept head, the matrix from its old values and the further directions to its new values,
+            ``[head_dim + rank, head_dim]``; empty if values were not refitted.
+        values: Returns the new weights of the value projection by its name; none if values were not refitted.
     """
 
     projection: OutputProjection
@@ -151,13 +152,13 @@ class RepairWeights:
     """New weights by module.
 
     Attributes:
-        by_module: ``{module: (W [in, out], b [out] or None)}``; modules that stay as they are, are not in it.
-        fits: What they were made of, by output projection; none for old weights.
-        answers: The step towards the dense model's answers, if they have it in them.
-        note: What a reader should know of what was left out.
+        by_module: ``{module: (W [in, out], b [out] or None)}``; without modules that do not change.
+        fits: The fits that they come from, by output projection; none for old weights.
+        answers: The step towards the dense model's answers, if they include it.
+        note: What a reader should know about steps that were left out.
         trials: How every step did on examples that it was not fitted to (`headprune.repairing.steps`).
-        on_fold: ``on_fold(i)``: what the last step gives if it is fitted to the examples of fold i alone, with the same strength.
-        taken: ``taken(part)``: with a part of the last step, where that can be taken in part.
+        on_fold: ``on_fold(i)``: the weights if the last step is fitted to fold i alone, with the same strength.
+        taken: ``taken(part)``: the weights with only a part of the last step, if that can be taken in part.
     """
 
     by_module: NewWeights = field(default_factory=dict)
@@ -170,7 +171,7 @@ class RepairWeights:
 
     @classmethod
     def of(cls, fits: Mapping[str, LayerFit], moments: Mapping[str, Moments]) -> RepairWeights:
-        """The weights that fits of several output projections give, made from these sums."""
+        """The weights of several output projections' fits, which were made from these sums."""
         weights: dict[str, tuple[Tensor, Tensor | None]] = {}
         for name, fit in fits.items():
             weights |= {name: (fit.weight, fit.bias), **fit.values()}
@@ -182,24 +183,24 @@ class RepairWeights:
 
     @property
     def ridges(self) -> dict[str, float]:
-        """The strengths they were fitted with, by output projection."""
+        """The ridge strengths of the fits, by output projection."""
         return {name: fit.facts.ridge for name, fit in self.fits.items()}
 
     @property
     def mixes(self) -> dict[str, Mapping[int, Tensor]]:
-        """What values are made of where they were refitted, by output projection (`LayerFit.mixes`)."""
+        """`LayerFit.mixes` of the refitted values, by output projection."""
         return {name: fit.mixes for name, fit in self.fits.items() if fit.mixes}
 
     @property
     def facts(self) -> dict[str, LayerRepair]:
-        """What the fits were like, by layer."""
+        """How well the weights fit, by layer."""
         return {layer.name: fit.facts for fit in self.fits.values() for layer in fit.projection.layers}
 
     def __bool__(self) -> bool:
         return bool(self.by_module)
 
     def moved(self, step: Mapping[str, tuple[Tensor, Tensor]], part: float) -> RepairWeights:
-        """With a part of changes ``{module: (W [in, out], b [out])}`` added; a bias that is None stays so."""
+        """These weights plus a part of changes ``{module: (W [in, out], b [out])}``; a bias that is None stays None."""
         moved = dict(self.by_module)
         for name, (weight, bias) in step.items():
             old, own = self.by_module[name]

@@ -1,4 +1,4 @@
-"""The model run on calibration examples, with hooks that see and replace what its output and value projections give."""
+"""Runs a model on calibration examples, with hooks that record or replace its output and value projections' outputs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from headprune.scoring.gradient import independent
 
 T = TypeVar("T")
 OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
-"""``(name, input, output)``: called with each call of a projection; may give another output."""
+"""``(name, input, output)``: called for each call of a projection; may return another output."""
 Calls = dict[str, list[Tensor]]
 """A tensor for every call of an output projection, by its name."""
 Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
-"""By output projection, of every call: the input, the output, and the slopes of some sums of the answers there."""
+"""By output projection, for every call: the input, the output, and the gradients of some sums of the answers there."""
 
 
 class Runner:
@@ -41,8 +41,8 @@ class Runner:
         batches: Calibration examples.
 
     Attributes:
-        batches: Those that are not empty, on the model's device; of one example each, where a projection mixes examples up.
-        examples: How many there are.
+        batches: The non-empty ones, on the model's device; of one example each, if a projection mixes examples up.
+        examples: Number of examples.
         rows: How examples lie in the batches.
         mixtures: Of the examples (`headprune.repairing.examples`).
     """
@@ -76,10 +76,10 @@ class Runner:
         batches: Sequence[Any] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> list[T]:
-        """The results of tasks that ranks share out (`headprune.parallel.Ranks.share`); passes of all ranks are counted.
+        """The results of tasks that ranks share out (`headprune.parallel.Ranks.share`); counts the passes of all ranks.
 
         Args:
-            batches: What the tasks run the model on, if that is one batch each: how long they take.
+            batches: Each task's batch, if it has one; its size tells how long the task takes.
         """
         before, ranks = self._seen[0], current()
         results = ranks.share(name, tasks, [cost_of(batch) for batch in batches] or None, progress)
@@ -88,7 +88,7 @@ class Runner:
         return results
 
     def deterministic_eval(self) -> AbstractContextManager[None]:
-        """The model without dropout and the like, without a cache, with attention that computes every head by itself."""
+        """Context for evaluation mode without a cache, with attention that computes every head by itself."""
         return quiet(self.model, attributes=False)
 
     def first(self, index: int) -> int:
@@ -97,28 +97,28 @@ class Runner:
 
     @property
     def everything(self) -> list[Any]:
-        """Batches of examples, and of mixtures behind them."""
+        """All batches: those of examples, then those of mixtures."""
         return [*self.batches, *(mixed.inputs for mixed in self.mixtures)]
 
     def numbers(self, index: int) -> Tensor:
-        """The numbers of the examples of a batch of `everything`, of mixtures those that they begin with, ``[examples]``."""
+        """Example numbers of a batch of `everything`, ``[examples]``; a mixture has that of its first half."""
         if index >= len(self.batches):
             return self.mixtures[index - len(self.batches)].firsts
         return self.first(index) + torch.arange(self.rows.size(self.batches[index]))
 
     def fold(self, index: int) -> Tensor:
-        """On which side of a cross-validation every example of a batch of `everything` is, ``[examples]``."""
+        """Cross-validation fold of every example of a batch of `everything`, ``[examples]``."""
         return self.numbers(index) % FOLDS
 
     def with_mixtures(self, times: int) -> Runner:
-        """With up to ``times`` mixtures of every example; none if the model does not take them, or gives not one answer a text."""
+        """A runner with up to ``times`` mixtures of every example; none, unless the model gives one answer for each."""
         runner = copy.copy(self)
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
         device = model_device(self.model)
         texts = mixed_texts(self.batches, self.rows, times, padding)
         mixtures = [replace(mixed, inputs=move(mixed.inputs, device)) for mixed in texts]
         with torch.no_grad(), self.deterministic_eval():
-            # The first one says what most models do with mixtures; if they take it, all are tried.
+            # The first one shows whether the model takes mixtures at all; if so, all are tried.
             taken = not mixtures or self._answers_once(mixtures[0])
             tasks = [partial(self._answers_once, mixed) for mixed in mixtures[1:]]
             if taken and all(self.share("mixtures", tasks, [mixed.inputs for mixed in mixtures[1:]])):
@@ -130,7 +130,7 @@ class Runner:
         """Whether the model gives one vector of logits for every mixture."""
         try:
             output = self.run(mixed.inputs, unwatched)
-        except Exception as error:  # a model may want labels, or a text to end as it knows it, and say so in any way
+        except Exception as error:  # a model may want labels, or a certain end of a text, and raise anything
             if is_out_of_memory(error):
                 raise
             return False
@@ -143,7 +143,7 @@ class Runner:
         return next(p.layers[0] for p in self.projections if p.name == name)
 
     def real(self, x: Tensor, batch: Any, kind: str) -> Tensor | None:
-        """Which of ``x``'s tokens ``[rows * tokens]`` are no padding, in layers of a kind; None where that is not known."""
+        """Mask ``[rows * tokens]`` of ``x``'s tokens without padding, in layers of a kind; None if it is not known."""
         tokens, size = x.shape[:-1].numel(), self.rows.size(batch)
         if tokens % size:
             return None
@@ -153,7 +153,7 @@ class Runner:
     def run(
         self, batch: Any, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
     ) -> Any:
-        """The model's output.
+        """Run the model on a batch with hooks on its projections; returns its output.
 
         Args:
             on_output: Called with W_O's input and output.
@@ -195,7 +195,7 @@ class Runner:
     def run_with_values(
         self, batch: Any, ys: Calls, on_value: OnCall, values: Mapping[str, Values]
     ) -> tuple[Calls, list[Tensor]]:
-        """W_O's inputs where value projections give what ``on_value`` says and W_O what it gave before; and the answers."""
+        """W_O's inputs and the answers, with values replaced by ``on_value`` and W_O's outputs held at ``ys``."""
         inputs: Calls = {name: [] for name in ys}
         before = {name: iter(calls) for name, calls in ys.items()}
 
@@ -209,9 +209,9 @@ class Runner:
     # -- slopes ------------------------------------------------------------------------------------
 
     def slopes(self, index: int) -> Seen:
-        """W_O's inputs, outputs and the slopes at these, for every call on a batch.
+        """W_O's inputs, outputs and the slopes there, for every call on a batch.
 
-        Slopes are of a random projection of the model's answers as it is now (`probe_of`).
+        Slopes are gradients of a random projection of the current model's answers (`probe_of`).
         """
         if not self.projections:
             return {}
@@ -224,10 +224,10 @@ class Runner:
         return self.slopes_of(batch, [p.name for p in self.projections], probe)
 
     def recorded_with_weights(self, index: int) -> tuple[Calls, Calls, Calls]:
-        """W_O's inputs and outputs on a batch, and how much each token of the output matters for the model's answer ``[rows, ...]``.
+        """W_O's inputs and outputs on a batch, and how much the model's answer depends on each token ``[rows, ...]``.
 
-        That is the norm of its slope, which is the square root of the Fisher information in expectation. The square would leave
-        only a few tokens of a few examples to fit to. One pass, forward and backward, serves all.
+        This is the norm of the token's slope: in expectation, the square root of the Fisher information. With its
+        square, only a few tokens of a few examples would count. All come from one forward and backward pass.
         """
         seen = self.slopes(index)
         xs = {name: [x for x, _, _ in calls] for name, calls in seen.items()}
@@ -235,11 +235,11 @@ class Runner:
         return xs, ys, {name: [widened(slope).norm(dim=-1) for _, _, (slope,) in calls] for name, calls in seen.items()}
 
     def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
-        """W_O's inputs, outputs and the slopes there of some sums of the model's answers to a batch.
+        """W_O's inputs, outputs and the gradients there of some sums of the model's answers to a batch.
 
         Args:
             names: The output projections.
-            sums_of: Gives the sums, from the model's output.
+            sums_of: Returns the sums, from the model's output.
         """
         seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in names}
 
@@ -268,16 +268,16 @@ class Runner:
         return {name: [(x, y, next(slopes)) for x, y, _ in calls] for name, calls in seen.items()}
 
     def _independent(self) -> bool:
-        """Whether rows of one example stay together at every W_O, one after another, tried on up to three.
+        """Whether each example's rows are adjacent at every W_O, tested on a few examples.
 
-        A module that puts tokens before the batch would mix them up.
+        They are not if a module puts the tokens' dimension before the batch's.
         """
         layers = [layer for projection in self.projections for layer in projection.layers]
 
         def probes(batch: Any) -> Tensor:
             output, size = call(self.model, inputs_of(self.model, batch)), self.rows.size(batch)
             if not torch.is_grad_enabled():
-                return torch.zeros(size)  # only shapes are looked at
+                return torch.zeros(size)  # only shapes matter
             return torch.stack([probe_of(self.model, output, batch, 0, self.rows, i) for i in range(size)])
 
         sized = [(batch, self.rows.size(batch)) for batch in self.batches]
@@ -287,7 +287,7 @@ class Runner:
 
 
 def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:
-    """A value projection's output with others in the place of its values, ``new`` [..., key/value heads, head_dim]."""
+    """A value projection's output with its values replaced by ``new`` [..., key/value heads, head_dim]."""
     out = out.clone()
     out[..., at(values.features, out.device).flatten()] = new.flatten(-2).to(out.dtype)
     return out

@@ -1,12 +1,12 @@
 """The steps of a repair, and which of them are kept: those that do better on examples that they were not fitted to.
 
-Every fit of a repair looks at its own error: W_O's and the values' at the layer's output, the last step's to first order. What
-a user asks is whether the model's answers come nearer to the dense model's, on other examples. So each step is fitted to all examples,
-and compared on others: those that choose between plans too. Where there are none, its error on them is estimated by
-cross-fitting (`_Crossed`).
+Every fit minimises an error of its own: the fits of W_O and values that of the layer's output, the last step a
+first-order error. Users care whether the model's answers to other examples come nearer to the dense model's. So each
+step is fitted to all examples and judged on others: the choosing examples, which also decide between plans. Without
+these, its error on other examples is estimated by cross-fitting (`_Crossed`).
 
-A step is kept if it lowers the mean divergence from the dense model's answers, and with few examples, by more than is likely by
-chance (`better`). The last step is taken again as long as it more than halves the divergence (`_leads_on`).
+A step is kept if it lowers the mean divergence from the dense model's answers; with few examples, by more than chance
+(`better`). The last step is repeated as long as it more than halves the divergence (`_leads_on`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from headprune.repairing.results import LeftOut, Repair, RepairWeights, Trial
 from headprune.uncertainty import p_value, spread
 
 _LEAST = 4  # examples: two or three may agree by accident
-_ENOUGH = 100  # examples: with so many, whatever does better on average is kept
+_ENOUGH = 100  # examples: with so many, every step that lowers the mean is kept
 _MOST = 512  # examples that are cross-fitted
-_AGAIN = 0.5  # of the divergence: a step that leaves less has gone so far that its slopes are others now
-_LEAST_PART, _MOST_PART = 0.02, 0.8  # of a step that are tried: with less nothing is gained, more is as good as all
+_AGAIN = 0.5  # of the divergence: a step that leaves less went so far that its gradients have changed
+_LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Step:
     Attributes:
         name: As `Trial.step` has it.
         about: What it changes, for a reader.
-        fit: ``fit(calibration, drop, start)`` gives the weights after this step, from those before it, or why it is left out.
-            ``drop`` are the heads that go. The model is the dense one, and must be so afterwards.
-        by_layer: Whether it fits every layer for itself, from the sums of the calibration, without running the model. Plans are
-            compared with such steps done. They are made one after another, whether those before were kept or not, and once; any other
-            step may be made again (`_leads_on`).
+        fit: ``fit(calibration, drop, start)`` returns the weights after this step, from those before it, or why it is
+            left out. ``drop``: the removed heads. The model is the dense one before and after the call.
+        by_layer: Whether it fits every layer by itself from the calibration's sums, without running the model. Plans
+            are compared after these steps. Each is made once, from the one before, kept or not; others may be repeated
+            (`_leads_on`).
     """
 
     name: str
@@ -60,11 +60,11 @@ STEPS = (
     Step("answers", refit_answers, "the last step: all W_O together, towards the dense model's answers"),
 )
 LAYER_STEPS = tuple(step for step in STEPS if step.by_layer)
-"""The steps without the last one, towards the answers."""
+"""All steps but the last one, towards the answers."""
 
 
 def fit_layers(calibration: Calibration, drop: Heads) -> RepairWeights:
-    """New weights for the kept heads: every layer fitted for itself, to the dense model's activations.
+    """New weights for the kept heads: every layer fitted by itself to the dense model's activations.
 
     The model is not run: the calibration's statistics serve any choice of heads.
 
@@ -80,10 +80,10 @@ def fit_layers(calibration: Calibration, drop: Heads) -> RepairWeights:
 
 
 def drop_columns(calibration: Calibration, drop: Heads, biases: bool = False) -> RepairWeights:
-    """The old weights of every W_O that loses heads, without the columns of these.
+    """The old weights of every W_O that loses heads, with zeros for these heads.
 
     Args:
-        biases: Whether modules that have none get a bias of zeros, if they can have one.
+        biases: Whether modules without a bias get one of zeros, if they can have one.
     """
     weights: dict[str, tuple[Tensor, Tensor | None]] = {}
     for projection in (p for p in calibration.projections if p.loses(drop)):
@@ -95,7 +95,7 @@ def drop_columns(calibration: Calibration, drop: Heads, biases: bool = False) ->
 
 
 def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> Repair:
-    """What a repair did, in so many passes, with those that the calibration took."""
+    """The `Repair` that these weights amount to; ``passes`` include the calibration's."""
     runner, new = calibration.statistics.runner, weights.by_module
     mixtures = sum(len(mixed.firsts) for mixed in runner.mixtures)
     biases = tuple(name for name in calibration.new_biases if new.get(name, (None, None))[1] is not None)
@@ -107,13 +107,13 @@ def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> 
 def checked_repair(
     calibration: Calibration, drop: Heads, choose: Fidelity | None = None, steps: Sequence[Step] = STEPS
 ) -> RepairWeights:
-    """The repair for heads that go, without the steps that do no better than none.
+    """Repair for the removal of ``drop``, without steps that do no better on other examples.
 
-    Where every step is left out, that is the old weights without the columns of removed heads.
+    If every step is left out, these are the old weights with zeros for the removed heads.
 
     Args:
         drop: ``{layer_name: [head, ...]}``.
-        choose: On other examples than the repair is fitted to. A decision takes one pass over them, or two where a part of a step is tried.
+        choose: On other examples than the fit's. A decision takes one pass, or two if a part of a step is tried.
         steps: In the order in which they are made.
     """
     if not calibration.losing(drop):
@@ -132,7 +132,7 @@ def checked_repair(
     while ahead:
         step = ahead.pop(0)
         with torch.inference_mode(False), torch.no_grad():
-            # Without what held the gradients of a step before.
+            # Without the functions that hold the gradients of an earlier step.
             start = latest if step.by_layer else replace(best, on_fold=None, taken=None)
             weights = step.fit(calibration, drop, start)
         if isinstance(weights, LeftOut):
@@ -159,10 +159,10 @@ def checked_repair(
 
 
 def _leads_on(calibration: Calibration, trial: Trial) -> bool:
-    """Whether a step towards the answers is to be taken again, from where it led to: it went far, and looked along some directions only.
+    """Whether to repeat a step towards the answers, from its end: it went far, and answers have several directions.
 
-    Where an answer has one direction, the step has fitted all that the examples say of it: another one would fit their noise. And
-    nothing but other examples could tell (`_Crossed` takes a step's start as given).
+    With one direction per answer, a step fits all that the examples tell, and another one would fit their noise. Only
+    other examples could show that: `_Crossed` takes a step's start as given.
     """
     if not trial.after < _AGAIN * trial.before:
         return False
@@ -173,18 +173,19 @@ def _leads_on(calibration: Calibration, trial: Trial) -> bool:
 def _on_others(
     calibration: Calibration, drop: Heads, choose: Fidelity, weights: RepairWeights
 ) -> tuple[Tensor, Tensor]:
-    """Divergence from the dense model's answers on examples that nothing was fitted to, ``[examples]``: given twice."""
+    """Divergence from the dense answers on examples not fitted to, ``[examples]``; twice, as from `_Crossed`."""
     with torch.inference_mode(False):
         divergence = choose.each(partial(calibration.applied, weights.by_module, drop))
     return divergence, divergence
 
 
 class _Crossed:
-    """An estimate of the same from the examples that were fitted to.
+    """Estimate of the divergence on other examples, by cross-fitting on those that were fitted to.
 
-    With n of them, a fit's error is, to first order in 1/n, ``e - c/n`` on these, ``e + c/n`` on others, and if it is made from
-    half of them, ``e + 2 c/n`` on the other half. So what is looked for is a third of the first and two thirds of the last (much like the .632
-    estimator of Efron 1983, J. Am. Stat. Assoc. 78:316, whose samples hold 63.2 % of the examples).
+    To first order in 1/n, a fit to n examples has the error ``e - c/n`` on these and ``e + c/n`` on others; a fit to
+    half of them has ``e + 2 c/n`` on the other half. So the error on others is a third of the first and two thirds of
+    the last (much like the .632 estimator of Efron 1983, J. Am. Stat. Assoc. 78:316, whose samples hold 63.2 % of the
+    examples).
     """
 
     def __init__(self, calibration: Calibration, drop: Heads) -> None:
@@ -196,7 +197,7 @@ class _Crossed:
             rows = [(index, row) for index, own in enumerate(of_fold) for row in own.tolist()]
             some: dict[int, list[int]] = {}
             count = min(_MOST // FOLDS, len(rows))
-            for i in range(count):  # from everywhere: batches often come sorted by length
+            for i in range(count):  # evenly spaced: batches often come sorted by length
                 index, row = rows[(2 * i + 1) * len(rows) // (2 * count)]
                 some.setdefault(index, []).append(row)
             batches = [runner.rows.take(runner.batches[index], own) for index, own in some.items()]
@@ -212,7 +213,7 @@ class _Crossed:
         return fitted, (fitted + 2 * self._on(halves)) / 3
 
     def _on(self, of_folds: Sequence[RepairWeights]) -> Tensor:
-        """Each on its own fold."""
+        """Divergence ``[examples]``, each fold's with its own weights."""
         divergences = []
         for (fidelity, count), weights in zip(self._folds, of_folds, strict=True):
             with torch.inference_mode(False):
@@ -223,12 +224,12 @@ class _Crossed:
 
 
 def better(before: Tensor, after: Tensor) -> bool:
-    """Whether divergences ``[examples]`` of the same examples have become less; with few of them, by more than chance.
+    """Whether divergences ``[examples]`` of the same examples fell; with few examples, by more than chance.
 
-    The mean must fall: of the statistics that were compared in benchmarks/repair_steps.py, it tells best what happens to the mean on
-    thousands of other examples. With fewer than 100 examples, chance is asked too, by the roots: divergences grow with the square of
-    what an answer is off by, so that one example can be most of their mean and hide what all others say. Of steps that
-    in truth change nothing, ``(examples / 100)^1.5 / 2`` are kept (one-sided test): one in 90 with eight examples, one in six with 50.
+    The mean must fall: of the statistics compared in benchmarks/repair_steps.py, it best predicts the mean on thousands
+    of other examples. With fewer than 100 examples, a test of the square roots must agree: divergences grow with the
+    square of an answer's error, so one example could outweigh all others in their mean. Of steps that in truth change
+    nothing, ``(examples / 100)^1.5 / 2`` are kept (one-sided test): one in 90 with eight examples, one in six with 50.
     """
     if not bool(after.mean() < before.mean()):
         return False

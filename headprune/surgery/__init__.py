@@ -1,7 +1,7 @@
 """Mask heads, or remove them for real and prove it: the pruned model must give the masked model's answers.
 
-A prune that cannot be proved is undone, and the model is exactly what it was. The replaced tensors are kept until then; the model is not
-copied.
+A prune that cannot be proved is undone, and the model is exactly as before: the replaced tensors are kept until then,
+so no copy of the model is needed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def prune(
     heads = {"heads": {layer.name: layer.num_heads for layer in layers}} if whole else {}
     add_record(model, {"removed": [removal.drop], **heads}, proof.ghosts)
     forget_compiled()
-    for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of what it replaced
+    for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of the replaced module
         model.get_submodule(name).train(training)
     input_specs.record(model, example)
     return proof

@@ -1,4 +1,4 @@
-"""The cut, and how to take it back: the tensors that a model held are kept, and the model is not copied."""
+"""Cut heads out of a model's modules, and undo it: the old tensors are kept, so the model is not copied."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from headprune.surgery.removal import Removal, count_changes, groups_left
 
 
 def _of_all(earlier: Any, layer: AttentionLayer, kept: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """How many heads a layer had before its first prune, and which of those stay; ``earlier`` is the data of the prune before, if any."""
+    """How many heads a layer had before its first prune, and which stay; ``earlier``: the last prune's data, if any."""
     if earlier is None:
         return layer.num_heads, tuple(kept)
     return earlier.num_heads, tuple(earlier.kept[h] for h in kept)
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
-    """What gives a model's modules everything back that they hold now: attributes, tensors, hooks and parts."""
+    """A function that restores what a model's modules hold now: attributes, tensors, hooks and submodules."""
     modules = [*model.modules()]
     own = [vars(module) for module in modules]
     parts = [part for each in own for part in each.values() if type(part) in (dict, OrderedDict, set)]
@@ -38,7 +38,7 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
 
 
 def cut(model: nn.Module, removal: Removal) -> tuple[str, ...]:
-    """Remove the heads of one `Removal`; returns what was set where, to tell two ways of removal apart."""
+    """Remove the heads of one `Removal`; returns what was set, to tell whether two ways of removal are the same."""
     cutter = _Cutter()
     for layer in removal.layers:
         cutter.cut_layer(model, layer, removal)
@@ -49,11 +49,11 @@ class _Cutter:
     """Removes the heads of one `Removal`, layer by layer.
 
     Attributes:
-        changes: What was set where.
+        changes: The attributes and hooks that were set, as texts.
     """
 
     def __init__(self) -> None:
-        # What is shared stays shared. The tensor that was cut is kept beside its slice: while it lives, no other one has its id.
+        # Shared tensors stay shared. A cut tensor is kept beside its slice: while it lives, no other one has its id.
         self._slices: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self.changes: list[str] = []
 
@@ -97,7 +97,7 @@ class _Cutter:
             self._attach(attention, hooks.HeadArguments(arguments, *_of_all(earlier, layer, kept)))
 
     def _cut_output(self, model: nn.Module, layer: AttentionLayer, kept: Sequence[int], ghost: bool) -> None:
-        """Remove heads' columns from W_O, or from what stands for it."""
+        """Remove heads' columns from W_O; a module without W_O places its heads' output instead."""
         place = layer.output_projection
         assert place is not None
         output, left = model.get_submodule(place.module), surviving(place.features, kept)
@@ -111,7 +111,7 @@ class _Cutter:
         self._slice(output, left, output=False, zero=ghost)
 
     def _correct_counts(self, model: nn.Module, layer: AttentionLayer, removal: Removal, kept: Sequence[int]) -> None:
-        """Correct the numbers of heads that modules hold as attributes or in a config, and drop what they cached for all heads."""
+        """Correct the numbers of heads in modules' attributes or configs, and clear what they cached for all heads."""
         left = len(kept), groups_left(layer, kept)
         for name in (*layer.inner_modules, *(layer.side_modules if removal.side_modules else ())):
             module = model.get_submodule(name)
@@ -127,7 +127,7 @@ class _Cutter:
     # -- tensors ------------------------------------------------------------------------------------
 
     def _slice(self, module: nn.Module, features: Features, *, output: bool, zero: bool = False) -> None:
-        """Keep some input or output features of a linear module; as zeros, where it shall give nothing."""
+        """Keep some input or output features of a linear module; with ``zero``, their weights become 0."""
         # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
         dim = 0 if output == isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else 1
         size = self._slice_tensor(module, "weight", features, dim, zero)
@@ -138,7 +138,7 @@ class _Cutter:
                 self._set(module, name, size)
 
     def _slice_table(self, module: nn.Module, name: str, features: Features, dim: int) -> None:
-        """Keep some entries of a parameter or buffer, and correct what its module knows about their number."""
+        """Keep some entries of a parameter or buffer, and correct its module's counts of them."""
         size = self._slice_tensor(module, name, features, dim)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and name == "weight":
             for statistic in ("running_mean", "running_var"):  # not differentiable, so never traced
@@ -151,7 +151,7 @@ class _Cutter:
             self._set(module, "out_channels", size)
 
     def _slice_tensor(self, module: nn.Module, name: str, features: Features, dim: int, zero: bool = False) -> int:
-        """Keep some entries of a module's parameter or buffer, if it has one of this name, perhaps as zeros; returns how many."""
+        """Keep some entries (as zeros with ``zero``) of a parameter or buffer, if there is one; returns how many."""
         old = holder_of(module, name).get(name)
         if old is None:
             return 0
@@ -190,7 +190,7 @@ class _Cutter:
                 if changes := count_changes({**vars(original), **own}):
                     self._set(module, attribute, ConfigView(original, {**own, **changes}))
 
-    # -- hooks; the heads of a second prune count within what the first one kept ---------------------------
+    # -- hooks; the heads of a second prune are numbered within what the first one kept --------------------
 
     def _attach(self, module: nn.Module, data: hooks.HookData) -> None:
         """Give a module data and the hooks that read it."""
@@ -212,7 +212,7 @@ class _Cutter:
         earlier = hooks.Placement.of(module)
         computed = sorted(f for h in kept for f in part.features[h])
         target = sorted(f for h in stay for f in part.features[h])
-        # The trace before a second prune saw what the first one placed, at the same features.
+        # The trace before a second prune saw the output that the first one placed, with the same features.
         width = earlier.width if earlier else sum(map(len, part.features))
         self._attach(module, hooks.Placement(width, tuple(computed.index(f) for f in target), tuple(target), before))
 
@@ -223,7 +223,7 @@ def _replace_by_bias(model: nn.Module, layer: AttentionLayer) -> None:
     attention, name = model.get_submodule(layer.module), layer.output_projection.module
     output: Any = model.get_submodule(name)
     bias: Tensor | None = getattr(output, "bias", None)
-    if bias is not None and is_elsewhere(output, "bias"):  # so small that it stays where it is added
+    if bias is not None and is_elsewhere(output, "bias"):  # so small that it stays on the model's device
         trained, bias = bias.requires_grad, value_of(output, "bias").to(model_device(model))
         bias.requires_grad_(trained)
     only_bias = OnlyBias.of(output, bias)

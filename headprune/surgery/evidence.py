@@ -1,8 +1,9 @@
-"""What the proof compares: inputs derived from the example, and the outputs of the pruned layers themselves.
+"""Evidence for the proof: inputs derived from the example, and outputs of the pruned layers themselves.
 
-Other shapes, padding, other content, more tokens and a prompt show what the example hides. Where heads hardly change a model's outputs,
-those prove nothing: a gate of 1e-4 behind a layer (ReZero, LayerScale), or a W_O that still is zero, hides a wrong cut. So the proof also
-compares the output of each head that stays, of W_O, and of the layer, each as a share of its own size.
+Other shapes, padding, other content, more tokens and a prompt show errors that the example hides. If heads hardly
+change the model's outputs, these prove nothing: a gate of 1e-4 behind a layer (ReZero, LayerScale), or a W_O that is
+still zero, hides a wrong cut. So the proof also compares the outputs of each kept head, of W_O and of the layer, each
+relative to its own size.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _main(example: Example) -> Tensor | None:
 
 
 def _tokens(example: Example) -> list[Tensor]:
-    """Every sequence of the example: of an encoder, of a decoder; ids, features, or samples of sound."""
+    """Every sequence of the example, of an encoder or a decoder: ids, features, or samples of sound."""
     named = example.items() if isinstance(example, Mapping) else [("", t) for t in tensors(example)]
     sequences = [t for name, t in named if isinstance(t, Tensor) and not re.search("mask|bias|pixel", name)]
     return [t for t in sequences if t.dtype != torch.bool and t.ndim in (2, 3) and t.numel()]
@@ -131,7 +132,7 @@ def _extended(value: Any, new: Mapping[int, int], main: Tensor, dim: int, batch:
 
 
 class Bounds(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """IndexError for an index out of range on any device, while the context lasts: CUDA would stop working for the whole process."""
+    """Raises IndexError for an index out of range on any device: CUDA itself would fail for the rest of the process."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         look = _LOOKUPS.get(func.overloadpacket)
@@ -153,7 +154,7 @@ _LOOKUPS: dict[Any, Callable[[Any], list[tuple[Tensor, int]]]] = {
 
 
 ROWS = 64  # positions that are kept of each output: a large model has many layers
-FAINT = 1e-2  # a head far smaller than its layer's largest is compared as if it were this share of that one
+FAINT = 1e-2  # smaller heads are compared as if they were as large as this share of their layer's largest
 
 Seen = dict[str, list[list[Tensor]]]
 """Outputs by place in a layer, one entry for each call: one tensor ``[positions, features]``, or one for each head."""
@@ -161,7 +162,7 @@ Seen = dict[str, list[list[Tensor]]]
 
 @contextmanager
 def watching(model: nn.Module, layers: Layers, drop: Heads, *, cut: bool) -> Iterator[Seen]:
-    """Note the outputs of the layers that lose heads while the context lasts.
+    """Record the outputs of the layers that lose heads while the context lasts.
 
     Args:
         drop: ``{layer_name: [head, …]}`` that are masked now, or were cut.
@@ -196,7 +197,7 @@ def differing(got: Seen, expected: Seen, tolerance: float) -> str:
 
 
 def _hooks(model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], cut: bool, seen: Seen) -> Iterator[Any]:
-    """Hooks at every place of one layer that a pruned and a masked model have in common; each is removed where its context ends."""
+    """Hooks at all places in one layer that a pruned and a masked model both have; as contexts that remove them."""
     place = layer.output_projection
     assert place is not None
     kept = [h for h in range(layer.num_heads) if h not in set(dropped)]
@@ -215,7 +216,7 @@ def _hooks(model: nn.Module, layer: AttentionLayer, dropped: Sequence[int], cut:
             hidden = hidden.movedim(1, -1) if isinstance(module, nn.modules.conv._ConvNd) else hidden
             note(f"what heads of {layer.name} give", _by_head(hidden, place.features, kept, cut))
 
-    if layer.output_inside:  # otherwise the layer's heads go on to W_O, and are masked there
+    if layer.output_inside:  # otherwise the module's output goes to W_O, whose input is masked
         yield attention.register_forward_hook(partial(whole, key=f"the output of {layer.module}"))
     if kept or layer.bypass != "stub" or not layer.output_inside:  # otherwise W_O is gone
         output = model.get_submodule(place.module)

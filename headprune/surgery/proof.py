@@ -27,13 +27,13 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torc
 # Outputs of the layers themselves may differ by this many tolerances, at most by the second number: differences do not
 # average out there, while a wrong cut is off by as much as the outputs are large.
 LAYERS, COARSEST = 10, 0.2
-# Where heads hardly count, as after a repair, outputs may differ by this share of the tolerance alone. In half precision (a tolerance
-# from HALF up), rounding takes more than that in a deep model: there the layers' own outputs have to prove such heads.
+# If heads hardly matter, as after a repair, outputs may differ by no more than this share of the tolerance. In half
+# precision (tolerances from HALF up), rounding in a deep model exceeds that: there, the layers' outputs are the proof.
 FINEST, HALF = 0.2, 1e-3
 
 
 def tolerance_of(model: nn.Module) -> float:
-    """The relative tolerance for a model: that of its coarsest type of numbers."""
+    """The relative tolerance for a model: that of its coarsest dtype."""
     return max((TOLERANCE.get(p.dtype, 0.0) for p in model.parameters()), default=TOLERANCE[torch.float32])
 
 
@@ -79,7 +79,7 @@ def references(model: nn.Module, inputs: Inputs, drop: Heads, layers: Layers) ->
     """The masked model's outputs for its inputs.
 
     Args:
-        inputs: The choices for each input, of which the first that the model takes is used. It must take the first input, the
+        inputs: The choices for each input; the first that the model takes is used. It must take the first input, the
             example.
 
     Raises:
@@ -131,7 +131,7 @@ def prove(
         keep: Leave the heads removed; else the model is unchanged.
 
     Returns:
-        What was removed, and how; what was compared; and "". If no way passes, the last that failed, and why it is not exact; then the
+        The removal, what was compared, and "". If no way passes: the last that failed, and why it is not exact; the
         model is unchanged.
     """
     heads, tolerance = {layer.name: drop[layer.name] for layer in touched}, tolerance_of(model)
@@ -154,7 +154,7 @@ def prove(
 
 
 def failing_layers(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> list[str]:
-    """The names of the layers that fail the proof without the others; arguments as for `prove`."""
+    """The names of the layers that fail the proof when pruned alone; arguments as for `prove`."""
     return [a.name for a in touched if prove(model, [a], drop, inputs, layers, keep=False)[2]]
 
 
@@ -174,7 +174,7 @@ def _compare(
     """
     worst, shape = 0.0, "the pruned model's outputs have another shape"
     differ = "its outputs differ from the masked model's by {:.2g} of their largest value"
-    # A model in which these heads hardly count would pass whatever is done to them.
+    # With the full tolerance, heads that hardly matter would pass whatever is done to them.
     least = tolerance * (FINEST if tolerance < HALF else 1)
     try:
         if (changes := cut(model, removal)) in known:
@@ -205,7 +205,7 @@ def _compare(
 
 
 def _per_head(got: torch.Size, expected: torch.Size) -> bool:
-    """Whether a tensor only has fewer heads than before, such as attention weights and caches."""
+    """Whether a tensor has only lost heads in one dimension, as attention weights and caches do."""
     fewer = [g < e for g, e in zip(got, expected, strict=False) if g != e]
     return len(got) == len(expected) > 2 and fewer == [True]
 

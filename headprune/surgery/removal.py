@@ -1,4 +1,4 @@
-"""What a prune removes, the ways in which modules may have to be changed for it, and the integers by which they count heads."""
+"""A removal of heads, the ways in which it may have to change modules, and the integers by which these count heads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Removal:
         drop: ``{layer_name: [head, …]}``.
         widths: Which integers that equal heads * head_dim shrink with the heads, a key of `WIDTHS`.
         cut_arguments: Whether arguments are cut whose shape suggests that they hold something for each head.
-        own_config: Whether the modules' counts in their config change too.
+        own_config: Whether the counts of heads in modules' configs change too.
         side_modules: Whether the counts of `AttentionLayer.side_modules` change too.
-        narrow: Whether the modules' inputs claim to be as narrow as the heads are now.
-        by_group: Whether integers named for groups are numbers of groups: in transformers ``num_key_value_groups`` is how many heads
-            share one, elsewhere ``num_kv_groups`` is how many there are.
+        narrow: Whether modules' inputs claim the width of the kept heads (`headprune.pruned.hooks.Narrowing`).
+        by_group: Whether integers named after groups count groups (``num_kv_groups`` of some models), or else heads per
+            group (``num_key_value_groups`` of transformers).
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -58,7 +58,7 @@ WIDTHS: dict[str, Callable[[str], bool]] = {
 
 def ways(layers: Layers, drop: Heads) -> list[Removal]:
     """All ways to remove the heads, in the order in which they are tried: a trace cannot decide between them, the proof does."""
-    # An argument with as many entries as heads may be something for each head; where it is, leaving it fails.
+    # An argument with as many entries as heads may have one for each head; if so, the proof fails unless it is cut.
     arguments = any(not a.features for layer in layers for a in layer.arguments)
     sides, both, no = any(layer.side_modules for layer in layers), (False, True), (False,)
     choices: dict[str, Any] = {
@@ -70,7 +70,7 @@ def ways(layers: Layers, drop: Heads) -> list[Removal]:
 
 
 def check_present(model: nn.Module, layer: AttentionLayer) -> None:
-    """Refuse weights without numbers: they cannot be cut, nor the result proved. Those that Accelerate keeps elsewhere have some.
+    """Refuse weights on the meta device, which can be neither cut nor proved, unless Accelerate keeps them elsewhere.
 
     Raises:
         HeadPruneError: Some of the layer's parameters are on the meta device, and no hook of their module loads them.
@@ -106,15 +106,14 @@ def count_changes(
 
     Args:
         left: How many heads and key/value groups the layer keeps.
-        removal: Says which integers that equal heads * head_dim shrink, and what those that are named for groups count.
-        beside: Whether the module is another than the attention module: one that works on keys or values calls the key/value heads
-            its heads.
+        removal: Says which integers that equal heads * head_dim shrink, and what integers named after groups count.
+        beside: Whether the module is not the attention module: one for keys or values counts key/value heads as heads.
     """
     is_width, (heads_left, kv_left), size = WIDTHS[removal.widths], left, layer.head_dim
     heads, kv = (layer.num_heads, heads_left), (layer.num_kv_heads, kv_left)  # before and after
     of_group = layer.num_heads // layer.num_kv_heads, heads_left // kv_left if kv_left else 1
-    # The first rule that fits a name and its value counts. LitGPT's ``n_query_groups`` are as many as key/value heads, the groups of a norm
-    # over single heads as many as heads.
+    # The first rule that fits a name and its value applies. LitGPT's ``n_query_groups`` counts key/value heads; a norm
+    # over single heads has as many groups as heads.
     counts = [(_IN_GROUP, of_group), (_ANY_GROUPS, kv), (_ANY_GROUPS, heads)] if removal.by_group else []
     counts += [(_GROUPS, of_group), (_KV_HEADS, kv), (_HEADS, heads), *([(_HEADS, kv)] if beside else [])]
     widths = [(_HEAD_WIDTH, (size, size)), (_ANY, (heads[0] * size, heads_left * size))]
