@@ -71,7 +71,7 @@ class Trials:
         return Fidelity(self.model, self.choose)
 
     @property
-    def written(self) -> Sequence[str]:
+    def changed_modules(self) -> Sequence[str]:
         """The modules whose weights `repaired` may change."""
         if not self.repair or "calibration" not in vars(self):
             return ()

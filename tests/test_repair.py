@@ -15,7 +15,7 @@ from headprune import repairing
 from headprune.attention import Heads
 from headprune.repairing import answers, calibrate, calibration, checked_repair, directions, fit_layers, gauss_newton
 from headprune.repairing import layers as layer_steps
-from headprune.repairing.gauss_newton import longest
+from headprune.repairing.gauss_newton import choose_coordinates
 from headprune.repairing.steps import better
 from tests.support import brute
 from tests.support.checks import hooks, same, state
@@ -457,14 +457,16 @@ def test_a_step_is_the_ridge_regression(some: bool, dtype: torch.dtype, monkeypa
     y = 1e12 * j @ draw(300, seed=1)
     lacking = (y + y.std() * draw(200, seed=2)).view(100, 2)
     monkeypatch.setattr(gauss_newton, "_MOST_TRIED", 100 if some else 1000)
-    found = gauss_newton.solved(j.to(dtype), lacking, torch.arange(100))
+    found = gauss_newton.kernel_ridge(j.to(dtype), lacking, torch.arange(100))
     assert found
     unit = float(j.square().sum(1).mean())
     kernel = j @ j.T / unit
     expected = j.T @ torch.linalg.solve(kernel + found[1] * torch.eye(200).double(), lacking.flatten()) / unit
     torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
     assert found[2] < float(lacking.square().mean().sqrt())
-    assert gauss_newton.solved(torch.eye(200).to(dtype), draw(100, 2), torch.arange(100)) is None  # nothing but noise
+    assert (
+        gauss_newton.kernel_ridge(torch.eye(200).to(dtype), draw(100, 2), torch.arange(100)) is None
+    )  # nothing but noise
 
 
 def test_coordinates_are_what_gradients_are_longest_along() -> None:
@@ -476,7 +478,7 @@ def test_coordinates_are_what_gradients_are_longest_along() -> None:
     parts = [{"a": made(rows, 4), "b": made(rows, 6)} for rows in (7, 4)]
     each = {n: torch.cat([torch.einsum("nti,pnto->npio", *part[n]).flatten(0, 1) for part in parts]) for n in "ab"}
     gradients = torch.cat([g.flatten(1) for g in each.values()], dim=1)
-    some = longest(parts, 11)
+    some = choose_coordinates(parts, 11)
     axes = [some.matrices(one) for one in torch.eye(11, dtype=torch.float64)]
     flat = torch.stack([torch.cat([axis[name].flatten() for name in each]) for axis in axes])
     torch.testing.assert_close(flat @ flat.T, torch.eye(11, dtype=torch.float64))

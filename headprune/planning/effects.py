@@ -80,7 +80,7 @@ def effects(
     fitted = {layer.name for projection in calibration.projections for layer in projection.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
 
-    def looked_at(index: int) -> Tensor:
+    def effects_on_batch(index: int) -> Tensor:
         batch = calibration.runner.batches[index]
         size = calibration.runner.rows.size(batch)
         out = torch.zeros(size, len(units), dtype=torch.float64)
@@ -103,7 +103,7 @@ def effects(
         runner = calibration.runner
         chosen = spread(len(runner.batches), runner.examples, examples)
         batches = [runner.batches[index] for index in chosen]
-        per_batch = runner.share("a look", [partial(looked_at, index) for index in chosen], batches)
+        per_batch = runner.share("a look", [partial(effects_on_batch, index) for index in chosen], batches)
     return finite(torch.cat(per_batch))
 
 

@@ -101,8 +101,8 @@ def _kinds(search: Search, positions: Sequence[int]) -> list[list[int]]:
 def _best(search: Search, counts: StockCounts, layers: list[int], columns: Sequence[list[Unit]]) -> _LayerGroup:
     """Each layer's least important heads; or the same heads in layers of a kind, if more numbers are possible so."""
 
-    def tried(kinds: Sequence[Sequence[int]]) -> _LayerGroup:
-        rows = _rows(layers, _tied(columns, kinds))
+    def layer_group(kinds: Sequence[Sequence[int]]) -> _LayerGroup:
+        rows = _rows(layers, _same_heads_by_kind(columns, kinds))
         possible = cache(
             lambda stop: counts.config_without(search.step(*(unit for row in rows[:stop] for unit in row))) is not None
         )
@@ -110,12 +110,12 @@ def _best(search: Search, counts: StockCounts, layers: list[int], columns: Seque
         stops = range(1, len(rows) + 1) if any(possible(stop) for stop in few if 0 < stop <= len(rows)) else ()
         return _LayerGroup(layers, rows, [stop for stop in stops if possible(stop)])
 
-    free, kinds = tried([]), [kind for kind in _kinds(search, layers) if _may_share(search, kind)]
-    if not kinds or len((best := tried(kinds)).stops) <= len(free.stops):
+    free, kinds = layer_group([]), [kind for kind in _kinds(search, layers) if _may_share(search, kind)]
+    if not kinds or len((best := layer_group(kinds)).stops) <= len(free.stops):
         return free
     for kind in list(kinds):  # not every kind may have to lose the same heads
         others = [k for k in kinds if k != kind]
-        if (part := tried(others)).stops == best.stops:
+        if (part := layer_group(others)).stops == best.stops:
             kinds, best = others, part
     return best
 
@@ -127,7 +127,7 @@ def _may_share(search: Search, layers: Sequence[int]) -> bool:
     return any(a.arguments or SharedPositionBias.needed_by(search.model.get_submodule(a.module)) for a in of)
 
 
-def _tied(columns: Sequence[list[Unit]], kinds: Sequence[Sequence[int]]) -> list[list[Unit]]:
+def _same_heads_by_kind(columns: Sequence[list[Unit]], kinds: Sequence[Sequence[int]]) -> list[list[Unit]]:
     """The layers' units, where layers of one of these kinds lose the same heads: ranked by the sum of their scores."""
     tied = list(columns)
     for kind in kinds:

@@ -19,7 +19,7 @@ from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.parallel import current
 from headprune.pruned.structure import remove_biases
 from headprune.repairing.answers import DenseAnswers, dense_answers
-from headprune.repairing.directions import Directions, find_directions, inputs_of_heads, linear, room
+from headprune.repairing.directions import Directions, find_directions, inputs_of_heads, refittable_values, room
 from headprune.repairing.examples import mixed_texts
 from headprune.repairing.projections import (
     FOLDS,
@@ -168,7 +168,7 @@ class Calibration:
             heads, rank = projection.heads(drop), self.statistics.directions.rank(projection.name)
             xx, xy, _ = moments.rows_of(inputs_of_heads(projection, values, heads, rank).flatten())
             index = inputs_of_heads(projection, values, heads, values.head_dim).flatten()
-            turn = _turn(values, heads, rank, mixes).to(xx.device)
+            turn = _mix_matrix(values, heads, rank, mixes).to(xx.device)
             xx, xy = turn.T @ xx @ turn, turn.T @ xy
         a, _, mean, _ = centred(xx.sum(0), xy.sum(0), projection.has_bias)
         strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
@@ -275,7 +275,7 @@ def _refittable(runner: Runner, notes: list[str]) -> dict[str, Values]:
     if not possible:
         return {}
     with torch.inference_mode(False), torch.no_grad():
-        values = linear(runner, possible)
+        values = refittable_values(runner, possible)
     for name in possible:
         if name not in values:
             notes.append(f"{runner.layer(name).name} keeps its old values: its heads are not linear in them alone.")
@@ -339,7 +339,7 @@ def _folds(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
     return [own.nonzero().flatten().to(x.device) for own in chosen]
 
 
-def _turn(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
+def _mix_matrix(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
     """Matrix from old values and all directions to current values and the first head_dim ones; the 1 stays last."""
     width = values.head_dim
     blocks = []

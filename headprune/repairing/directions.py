@@ -183,7 +183,7 @@ def inputs_of_heads(projection: OutputProjection, values: Values, heads: Sequenc
     return torch.cat([own, start + torch.arange(rank)], dim=1)
 
 
-def linear(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
+def refittable_values(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
     """The value projections whose heads are linear in their values, and whose values nothing else reads.
 
     Tested by rotating and stretching every head's values (stretching shows a norm): W_O's input must change in the same

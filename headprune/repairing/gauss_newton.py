@@ -77,7 +77,7 @@ class Coordinates:
             yield torch.einsum("nti,pnto->npio", some @ left, own @ right).flatten(0, 1)
 
 
-def longest(parts: Sequence[Parts], most: int) -> Coordinates:
+def choose_coordinates(parts: Sequence[Parts], most: int) -> Coordinates:
     """The ``most`` coordinates along which some examples' gradients are longest.
 
     They are chosen in the Kronecker-factored eigenbasis (George et al. 2018, arXiv:1806.03884): products of
@@ -146,10 +146,10 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
             return f"The answers are not fitted as a whole: {error.args[0]}"
     if step is None:
         return _NO_GAIN
-    return _taken(start, *step, part=1.0)
+    return _with_part(start, *step, part=1.0)
 
 
-def _taken(
+def _with_part(
     start: RepairWeights, changes: Changes, facts: AnswersRepair, on_fold: Callable[[int], Changes], part: float
 ) -> RepairWeights:
     """``start`` moved by a part of the step. (No closure that refers to itself: it would keep gradients in memory.)"""
@@ -157,7 +157,7 @@ def _taken(
         start.moved(changes, part),
         answers=replace(facts, part=part),
         on_fold=lambda fold: start.moved(on_fold(fold), part),
-        taken=partial(_taken, start, changes, facts, on_fold),
+        with_part=partial(_with_part, start, changes, facts, on_fold),
     )
 
 
@@ -168,7 +168,7 @@ def gauss_newton(
 
     It minimises ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is the dense answer to example i minus the
     current one, J_i the answer's gradient with respect to all of these weights, d their change, v the mean squared
-    length of a row of J. d is restricted to the coordinates in which J is longest (`longest`). One number per answer is
+    length of a row of J. d is restricted to the coordinates in which J is longest (`choose_coordinates`). One number per answer is
     solved for (kernel ridge regression with the neural tangent kernel; Saunders et al. 1998, Jacot et al. 2018,
     arXiv:1806.07572). The strength is the best by leaving out each group of examples in turn, in closed form.
 
@@ -177,22 +177,22 @@ def gauss_newton(
         function that fits them to one fold's examples alone. None if no strength does better than no change on left-out
         examples.
     """
-    before, lacking, gradients, coordinates = _system(answers, places)
-    if not bool(lacking.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
+    before, residuals, gradients, coordinates = _system(answers, places)
+    if not bool(residuals.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
         return None
-    solution = solved(gradients, lacking, answers.left_out)
+    solution = kernel_ridge(gradients, residuals, answers.left_out)
     if solution is None:
         return None
     change, strength, held_out = solution
 
     def on_fold(fold: int) -> Changes:
         own = answers.folds == fold
-        rows = gradients.view(len(lacking), -1, gradients.shape[1])[own].flatten(0, 1)
+        rows = gradients.view(len(residuals), -1, gradients.shape[1])[own].flatten(0, 1)
         unit = _unit(gradients)
-        _, alpha = _left_out(_products(rows / unit**0.5), lacking[own].flatten(), [], strength)
+        _, alpha = _left_out(_products(rows / unit**0.5), residuals[own].flatten(), [], strength)
         return _weights(coordinates.matrices(_sum(rows, alpha) / unit), places)
 
-    facts = AnswersRepair(before, held_out, strength, len(lacking))
+    facts = AnswersRepair(before, held_out, strength, len(residuals))
     return _weights(coordinates.matrices(change), places), facts, on_fold
 
 
@@ -200,7 +200,7 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
     """The answers' root mean squared error, residuals along the directions ``[examples, directions]``, the gradients
     there ``[examples * directions, coordinates]``, and the coordinates."""
     gaps: list[Tensor] = []
-    lacking: dict[int, Tensor] = {}
+    residuals: dict[int, Tensor] = {}
     kept: dict[int, Parts] = {}
     # In this order the first few are far apart: batches often come sorted by length.
     order = sorted(range(len(answers.batches)), key=lambda i: i * 0.6180339887 % 1)
@@ -211,12 +211,12 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
 
     # Every rank runs the first batches, to choose the coordinates; the others are shared out.
     for i in order:
-        gap, lacking[i], kept[i] = seen(i)
+        gap, residuals[i], kept[i] = seen(i)
         gaps.append(gap)
         size = sum(t.numel() * t.element_size() for own in kept.values() for pair in own.values() for t in pair)
         if size > _MOST_KEPT:
             break
-    coordinates = longest(list(kept.values()), _MOST_OF_ONE if answers.count == 1 else _MOST)
+    coordinates = choose_coordinates(list(kept.values()), _MOST_OF_ONE if answers.count == 1 else _MOST)
     rows = {j: coordinates.of(own) for j, own in kept.items()}
     rest = order[len(kept) :]
     kept.clear()
@@ -228,29 +228,29 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
     results = answers.runner.share("gradients", [partial(row, i) for i in rest], [answers.batches[i] for i in rest])
     for i, (gap, off, own_rows) in zip(rest, results, strict=True):
         gaps.append(gap)
-        lacking[i], rows[i] = off, own_rows
+        residuals[i], rows[i] = off, own_rows
     answers.runner.count((1 + answers.count) * answers.examples)
     every = range(len(answers.batches))
     before = _root(torch.cat(gaps))
-    return before, torch.cat([lacking[i] for i in every]), torch.cat([rows[i] for i in every]), coordinates
+    return before, torch.cat([residuals[i] for i in every]), torch.cat([rows[i] for i in every]), coordinates
 
 
 def _slopes(answers: DenseAnswers, index: int, names: Sequence[str]) -> tuple[Tensor, Tensor, Seen]:
     """A batch's residuals ``[examples, ...]``, whole and along the fitted directions, and the slopes along these."""
-    batch, lacking = answers.batches[index], []
+    batch, residuals = answers.batches[index], []
 
     def along(output: object) -> list[Tensor]:
         logits = logits_by_example(answers.runner, output, batch)
         gap = (answers.known[index] - logits.detach().cpu().double()) @ answers.basis.T
         directions = _directions(gap, answers.noise[index])
-        lacking.extend([gap, (directions @ gap[..., None])[..., 0]])
+        residuals.extend([gap, (directions @ gap[..., None])[..., 0]])
         return [(logits * each.to(logits)).sum() for each in (directions @ answers.basis).transpose(0, 1)]
 
     seen = answers.runner.slopes_of(batch, names, along)
-    return lacking[0], lacking[1], seen
+    return residuals[0], residuals[1], seen
 
 
-def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor, float, float] | None:
+def kernel_ridge(gradients: Tensor, residuals: Tensor, left_out: Tensor) -> tuple[Tensor, float, float] | None:
     """Kernel ridge regression, with the strength that is best by leaving out each group of examples in turn.
 
     With A the gradients' inner products plus the ridge, and y the residuals, a group's error when it is left out is
@@ -259,17 +259,17 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
 
     Args:
         gradients: ``[rows, coordinates]``: a row for each direction of an example's answer, example by example.
-        lacking: The residuals, ``[examples, directions]``.
+        residuals: The residuals, ``[examples, directions]``.
         left_out: ``[examples]``, the number of an example's group.
 
     Returns:
         The change ``[coordinates]`` in float64, the strength, and the root mean squared error on left-out groups; None
         if no strength does better than no change.
     """
-    wanted, unit = lacking.flatten(), _unit(gradients)
+    wanted, unit = residuals.flatten(), _unit(gradients)
     kernel = _products(gradients / unit**0.5)
-    groups = _rows_of_groups(left_out, lacking.shape[1])
-    apart = -(-len(wanted) // _MOST_TRIED) if lacking.shape[1] > 1 else 1
+    groups = _rows_of_groups(left_out, residuals.shape[1])
+    apart = -(-len(wanted) // _MOST_TRIED) if residuals.shape[1] > 1 else 1
     some = [own[::apart] for own in groups]
     chosen = torch.cat([own.flatten() for own in some])
     of_chosen = torch.split(torch.arange(len(chosen)), [own.numel() for own in some])
@@ -277,7 +277,7 @@ def solved(gradients: Tensor, lacking: Tensor, left_out: Tensor) -> tuple[Tensor
     small = kernel[chosen][:, chosen]
     strength, _ = downhill(lambda s: _left_out(small, wanted[chosen], tried, s)[0], STRENGTHS, STRENGTHS.index(_START))
     least, alpha = _left_out(kernel, wanted, groups, strength)
-    if not least < _GAIN * _root(lacking):
+    if not least < _GAIN * _root(residuals):
         return None
     return _sum(gradients, alpha) / unit, strength, least
 

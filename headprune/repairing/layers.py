@@ -159,12 +159,12 @@ def fit_values(
         def held_out_error(strength: float) -> float:
             total = 0.0 if sums else math.inf
             for i, those in enumerate(sums):
-                mix, out, bias = (t.double() for t in start.solved(those, strength, _TRIED_ROUNDS, _TRIED_STEPS))
+                mix, out, bias = (t.double() for t in start.solve(those, strength, _TRIED_ROUNDS, _TRIED_STEPS))
                 total += start.error(xx[i], xy[i], yy[i], mix, out, bias)
             return total
 
         chosen, held_out = downhill(held_out_error, VALUE_RIDGES, len(VALUE_RIDGES) // 2)
-    mix, out, bias = start.solved(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
+    mix, out, bias = start.solve(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
     before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, projection.bias.cpu())
     after = start.error(all_xx, all_xy, all_yy, mix, out, bias)
     facts = LayerRepair(before / moments.spread(), after / moments.spread(), chosen, values=True)
@@ -178,11 +178,11 @@ def fit_values(
         kept = values.columns[list(heads)].flatten().sort().values
         return fit_output(some, projection, kept, math.inf)
 
-    free, of_values = bias if projection.has_bias else None, partial(written, values, mixes, further)
+    free, of_values = bias if projection.has_bias else None, partial(value_projection_weights, values, mixes, further)
     return LayerFit(projection, whole, free, facts, held_out, refit, mixes, of_values)
 
 
-def written(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> NewWeights:
+def value_projection_weights(values: Values, mixes: Mapping[int, Tensor], further: Tensor) -> NewWeights:
     """The value projection's new weights and bias, from its heads' `LayerFit.mixes`."""
     weight, bias = values.weight.cpu().clone(), None if values.bias is None else values.bias.cpu().clone()
     for head, mix in mixes.items():
@@ -258,7 +258,7 @@ class _ValueSolver:
         left, turn = torch.linalg.eigh(grouped / torch.bincount(self.owner)[:, None, None])
         return _Sums(a, c, mean_x, mean_y, float(var.mean()), float(var[:, :width].mean()), left, turn)
 
-    def solved(self, sums: _Sums, ridge: float, rounds: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    def solve(self, sums: _Sums, ridge: float, rounds: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
         """Mixes ``[groups, wide, head_dim]``, weights ``[heads, head_dim, out]`` and bias ``[out]`` after some rounds."""
         mix, out = self.mix.to(sums.a), self.out.to(sums.a)
         if sums.own > 0:

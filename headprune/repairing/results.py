@@ -158,7 +158,7 @@ class RepairWeights:
         note: What a reader should know about steps that were left out.
         trials: How every step did on examples that it was not fitted to (`headprune.repairing.steps`).
         on_fold: ``on_fold(i)``: the weights if the last step is fitted to fold i alone, with the same strength.
-        taken: ``taken(part)``: the weights with only a part of the last step, if that can be taken in part.
+        with_part: ``with_part(part)``: the weights with only a part of the last step, if that can be taken in part.
     """
 
     by_module: NewWeights = field(default_factory=dict)
@@ -167,7 +167,7 @@ class RepairWeights:
     note: str = ""
     trials: tuple[Trial, ...] = ()
     on_fold: Callable[[int], RepairWeights] | None = None
-    taken: Callable[[float], RepairWeights] | None = None
+    with_part: Callable[[float], RepairWeights] | None = None
 
     @classmethod
     def of(cls, fits: Mapping[str, LayerFit], moments: Mapping[str, Moments]) -> RepairWeights:

@@ -133,7 +133,7 @@ def checked_repair(
         step = ahead.pop(0)
         with torch.inference_mode(False), torch.no_grad():
             # Without the functions that hold the gradients of an earlier step.
-            start = latest if step.by_layer else replace(best, on_fold=None, taken=None)
+            start = latest if step.by_layer else replace(best, on_fold=None, with_part=None)
             weights = step.fit(calibration, drop, start)
         if isinstance(weights, LeftOut):
             notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
@@ -141,10 +141,10 @@ def checked_repair(
         before, (own, after) = estimated if step.by_layer else fitted, far(weights)
         if step.by_layer:
             latest = weights
-        elif weights.taken and weights.answers:
+        elif weights.with_part and weights.answers:
             part = weights.answers.better_part(float(before.mean()), float(after.mean()))
             if _LEAST_PART < part < _MOST_PART:
-                less = weights.taken(part)
+                less = weights.with_part(part)
                 of_less = far(less)
                 if of_less[1].mean() < after.mean():
                     weights, (own, after) = less, of_less
@@ -155,7 +155,7 @@ def checked_repair(
             if choose is not None and not step.by_layer and _leads_on(calibration, trials[-1]):
                 ahead.insert(0, step)
     best = drop_columns(calibration, drop) if best is old else best
-    return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, taken=None)
+    return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None)
 
 
 def _leads_on(calibration: Calibration, trial: Trial) -> bool:

@@ -181,7 +181,7 @@ def _build_pruned(
     scene, trials, console, trained = context.scene, context.trials, context.console, None
     progress = console.track(f"repairing {head_count(plan.kept)}") if trials.repair else nullcontext()
     with progress, trials.repaired(plan.drop, whole=True) as repair:
-        model = copied(scene.model, trials.written)
+        model = copied(scene.model, trials.changed_modules)
     if repair is not None:
         add_record(model, {"repaired": True})
     # The plan was made for the dense model's weights; some of them are repaired now.
