@@ -269,7 +269,7 @@ def test_values_are_refitted_where_that_is_better_on_examples_held_out(kv: int) 
     assert [facts.values for facts in done.layers.values()] == [kv == 4] * 2
     for name, facts in alone.layers.items():
         assert kv == 4 or done.layers[name].after == pytest.approx(facts.after)
-    assert [t.step for t in done.trials] == ["output projections", "values"][: 1 + (kv == 4)]
+    assert [t.step for t in done.trials if t.step != "answers"] == ["output projections", "values"][: 1 + (kv == 4)]
 
 
 def test_an_infinite_ridge_leaves_weights_alone() -> None:

@@ -16,6 +16,7 @@ from headprune.errors import HeadPruneError
 from headprune.repairing.examples import block_of
 from headprune.repairing.runner import Runner, unwatched
 
+SEVERAL = "an example has more than one answer (one for every token, say)."
 MOST_ROWS = 2048  # in the linear system: examples times directions per answer
 _MOST_DIRECTIONS = 4  # per answer; each takes a backward pass
 _NOT = "The answers are not fitted as a whole"
@@ -104,7 +105,7 @@ def logits_by_example(runner: Runner, output: object, batch: Any) -> Tensor:
     """
     logits = logits_of(output, batch if isinstance(batch, dict) else {})
     if logits.ndim != 2 or len(logits) != runner.rows.size(batch) or part_of(output, "start_logits") is not None:
-        raise HeadPruneError("an example has more than one answer (one for every token, say).")
+        raise HeadPruneError(SEVERAL)
     return logits
 
 

@@ -301,7 +301,7 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
                     kind = runner.layer(name).kind
                     key = kind, x.shape[:-1], x.device
                     if key not in folds:
-                        folds[key] = _folds(x, runner, i, kind)
+                        folds[key] = folds_of(x, runner, i, kind)
                     x, y, token_weight = (t.reshape(-1, t.shape[-1]) for t in (x, y, token_weight[..., None]))
                     for fold, chosen in enumerate(folds[key]):
                         fine = (x[chosen].isfinite().all() & y[chosen].isfinite().all())[None]
@@ -323,7 +323,7 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
     return sums
 
 
-def _folds(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
+def folds_of(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
     """Indices of a batch's tokens without padding, by fold; examples alternate between the folds."""
     batch = runner.everything[index]
     real = runner.real(x, batch, kind)

@@ -123,7 +123,7 @@ _ROUNDED = 1e-2  # strengths below it need float64
 _MOST_TRIED = 1024  # rows that strengths are compared on, where an example has several
 _ROWS_AT_ONCE, _COORDINATES_AT_ONCE = 256, 4096  # that are converted to float64 at once
 _MOST_KEPT = 1 << 28  # bytes of inputs and slopes from which coordinates are chosen: some hundred examples suffice
-_NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
+NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 
 Places = Mapping[str, tuple[OutputProjection, Tensor]]
 """Output projections to change, with the indices of their kept inputs."""
@@ -134,7 +134,7 @@ Changes = Mapping[str, tuple[Tensor, Tensor]]
 def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
     """Move all output projections that lose heads towards the dense model's answers, from the weights ``start``."""
     answers, _ = calibration.answers
-    places = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
+    places = places_of(calibration, drop, start)
     if not places:
         return ""
     if isinstance(answers, str):
@@ -145,11 +145,16 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
         except HeadPruneError as error:
             return f"The answers are not fitted as a whole: {error.args[0]}"
     if step is None:
-        return _NO_GAIN
-    return _with_part(start, *step, part=1.0)
+        return NO_GAIN
+    return stepped(start, *step, part=1.0)
 
 
-def _with_part(
+def places_of(calibration: Calibration, drop: Heads, start: RepairWeights) -> Places:
+    """The output projections that the last step changes: those that lose heads."""
+    return {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
+
+
+def stepped(
     start: RepairWeights, changes: Changes, facts: AnswersRepair, on_fold: Callable[[int], Changes], part: float
 ) -> RepairWeights:
     """``start`` moved by a part of the step. (No closure that refers to itself: it would keep gradients in memory.)"""
@@ -157,7 +162,7 @@ def _with_part(
         start.moved(changes, part),
         answers=replace(facts, part=part),
         on_fold=lambda fold: start.moved(on_fold(fold), part),
-        with_part=partial(_with_part, start, changes, facts, on_fold),
+        with_part=partial(stepped, start, changes, facts, on_fold),
     )
 
 
@@ -190,10 +195,10 @@ def gauss_newton(
         rows = gradients.view(len(residuals), -1, gradients.shape[1])[own].flatten(0, 1)
         unit = _unit(gradients)
         _, alpha = _left_out(_products(rows / unit**0.5), residuals[own].flatten(), [], strength)
-        return _weights(coordinates.matrices(_sum(rows, alpha) / unit), places)
+        return weights_of(coordinates.matrices(_sum(rows, alpha) / unit), places)
 
     facts = AnswersRepair(before, held_out, strength, len(residuals))
-    return _weights(coordinates.matrices(change), places), facts, on_fold
+    return weights_of(coordinates.matrices(change), places), facts, on_fold
 
 
 def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tensor, Coordinates]:
@@ -207,7 +212,7 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
 
     def seen(i: int) -> tuple[Tensor, Tensor, Parts]:
         gap, off, calls = _slopes(answers, i, list(places))
-        return gap, off, {n: _joined(calls[n], own, p.has_bias, len(off)) for n, (p, own) in places.items()}
+        return gap, off, {n: joined(calls[n], own, p.has_bias, len(off)) for n, (p, own) in places.items()}
 
     # Every rank runs the first batches, to choose the coordinates; the others are shared out.
     for i in order:
@@ -353,7 +358,7 @@ def _directions(gap: Tensor, noise: Tensor) -> Tensor:
     return directions
 
 
-def _joined(
+def joined(
     calls: Sequence[tuple[Tensor, Tensor, Sequence[Tensor]]], kept: Tensor, has_bias: bool, examples: int
 ) -> tuple[Tensor, Tensor]:
     """A projection's calls joined: kept inputs ``[examples, tokens, in]``, with an appended 1 for a bias, and slopes
@@ -370,7 +375,7 @@ def _joined(
     return torch.cat([*inputs, slopes.new_ones(*slopes.shape[1:3], int(has_bias))], dim=2), slopes
 
 
-def _weights(matrices: Mapping[str, Tensor], places: Places) -> dict[str, tuple[Tensor, Tensor]]:
+def weights_of(matrices: Mapping[str, Tensor], places: Places) -> dict[str, tuple[Tensor, Tensor]]:
     """Changes of weights and biases by module, from those of the kept inputs' rows and the bias as the last row."""
     result = {}
     for name, (place, kept) in places.items():

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from headprune.attention import Heads
 from headprune.divergence import Fidelity
+from headprune.repairing.answers import SEVERAL
 from headprune.repairing.calibration import Calibration
 from headprune.repairing.gauss_newton import refit_answers
+from headprune.repairing.kronecker import refit_token_answers
 from headprune.repairing.layers import OUTPUTS, VALUES, refit_outputs, refit_values
 from headprune.repairing.projections import FOLDS
 from headprune.repairing.results import LeftOut, Repair, RepairWeights, Trial
@@ -31,6 +33,7 @@ _LEAST = 4  # examples: two or three may agree by accident
 _ENOUGH = 100  # examples: with so many, every step that lowers the mean is kept
 _MOST = 512  # examples that are cross-fitted
 _AGAIN = 0.5  # of the divergence: a step that leaves less went so far that its gradients have changed
+_AGAIN_TOKENS = 0.9  # likewise, where an example has many answers: there a step is shorter
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
 
@@ -54,10 +57,20 @@ class Step:
     by_layer: bool = False
 
 
+def _refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
+    """`refit_answers`, or `refit_token_answers` where an example has several answers."""
+    return (refit_token_answers if _has_several(calibration) else refit_answers)(calibration, drop, start)
+
+
+def _has_several(calibration: Calibration) -> bool:
+    answers, _ = calibration.answers
+    return isinstance(answers, str) and answers.endswith(SEVERAL)
+
+
 STEPS = (
     Step(OUTPUTS, refit_outputs, "every layer's W_O, each by itself", by_layer=True),
     Step(VALUES, refit_values, "every layer's W_O and the kept heads' values, each layer by itself", by_layer=True),
-    Step("answers", refit_answers, "the last step: all W_O together, towards the dense model's answers"),
+    Step("answers", _refit_answers, "the last step: all W_O together, towards the dense model's answers"),
 )
 LAYER_STEPS = tuple(step for step in STEPS if step.by_layer)
 """All steps but the last one, towards the answers."""
@@ -164,10 +177,10 @@ def _leads_on(calibration: Calibration, trial: Trial) -> bool:
     With one direction per answer, a step fits all that the examples tell, and another one would fit their noise. Only
     other examples could show that: `_Crossed` takes a step's start as given.
     """
-    if not trial.after < _AGAIN * trial.before:
-        return False
+    if _has_several(calibration):
+        return trial.after < _AGAIN_TOKENS * trial.before
     answers, _ = calibration.answers
-    return not isinstance(answers, str) and answers.count > 1
+    return trial.after < _AGAIN * trial.before and not isinstance(answers, str) and answers.count > 1
 
 
 def _on_others(

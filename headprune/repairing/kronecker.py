@@ -1,0 +1,195 @@
+"""The last step of a repair where an example has many answers, such as one for every token: a natural-gradient step.
+
+As in `headprune.repairing.gauss_newton`, all output projections move together towards the dense model's answers, but there are far
+too many answers for a system of equations. So the direction is K-FAC's (Martens and Grosse 2015, arXiv:1503.05671): the Fisher
+information of a W_O is taken for the Kronecker product of the second moments of its inputs and of the slopes at its outputs, and
+that of two W_O's for zero. The step's length is Gauss-Newton's along this direction, for all W_O's together (section 6.4 there).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from headprune.attention import Heads
+from headprune.divergence import Divergence, logits_of, real_tokens
+from headprune.errors import HeadPruneError
+from headprune.inputs import doubled, model_device, tensors
+from headprune.offload import is_offloaded
+from headprune.parallel import current
+from headprune.repairing.calibration import Calibration, folds_of
+from headprune.repairing.examples import probe_of
+from headprune.repairing.gauss_newton import NO_GAIN, Changes, Places, joined, places_of, stepped, weights_of
+from headprune.repairing.projections import FOLDS, Moments
+from headprune.repairing.results import AnswersRepair, LeftOut, RepairWeights
+from headprune.repairing.runner import Seen, unwatched
+
+T = TypeVar("T")
+_DAMPINGS = (0.1, 1.0, 10.0)  # of the mean variance of an input, and of a slope
+_TOKENS = 8  # per kept input of the widest W_O: so many at least are looked at, and so many
+_MANY = 4096  # in any case
+_LOOKED_AT = 4  # with more tokens, one of so many batches serves to compare dampings
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over the tokens of a W_O's calls, by fold.
+
+    Attributes:
+        inputs: Of its kept inputs; and of these with the slopes of the divergence at its outputs.
+        outputs: Of the slopes there of a random projection of the answers (`probe_of`).
+        has_bias: Whether its bias changes too.
+    """
+
+    inputs: Moments
+    outputs: Moments
+    has_bias: bool
+
+    def step(self, damping: float, fold: int | None = None) -> Tensor:
+        """K-FAC's change of W_O ``[kept inputs (+ 1 for the bias), out]``, from all examples or from those of one fold."""
+        part = slice(None) if fold is None else slice(fold, fold + 1)
+        xx, xg, ss = self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx[part].sum(0)[:-1, :-1]
+        count = xx[-1, -1].clamp(min=1)
+        if not self.has_bias:
+            xx, xg = xx[:-1, :-1], xg[:-1]
+        if not bool(xx.diagonal().any() & ss.diagonal().any()):
+            return torch.zeros_like(xg)
+        left, right = ((m + damping * m.diagonal().mean() * torch.eye(len(m)).to(m)) / count for m in (xx, ss))
+        step: Tensor = -torch.linalg.solve(right, torch.linalg.solve(left, xg / count).mT).mT
+        return step
+
+
+def refit_token_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
+    """Move all output projections that lose heads towards the dense model's answers, however many an example has, from the weights ``start``."""
+    places = places_of(calibration, drop, start)
+    if not places:
+        return ""
+    try:
+        with torch.inference_mode(False):
+            return _Look(calibration, drop, start, places).step()
+    except HeadPruneError as error:
+        return f"The answers are not fitted as a whole: {error.args[0]}"
+
+
+class _Look:
+    """A look at some of the examples with the weights ``start``."""
+
+    def __init__(self, calibration: Calibration, drop: Heads, start: RepairWeights, places: Places) -> None:
+        self.calibration, self.drop, self.start, self.places = calibration, drop, start, places
+        self.runner, self.divergence = calibration.statistics.runner, Divergence(calibration.model, seed=0)
+        self.divergence.rows = self.runner.rows
+
+    def step(self) -> RepairWeights | LeftOut:
+        """The weights after the step.
+
+        Its damping and its length are those that do best when a step from the examples of one fold is tried on those of the other.
+        """
+        device = None if is_offloaded(self.calibration.model) else model_device(self.calibration.model)
+        sums = {
+            name: _Sums(Moments(len(kept), out := p.weight.shape[1], device), Moments(out, 1, device), p.has_bias)
+            for name, (p, kept) in self.places.items()
+        }
+        some = self._some()
+        examples = sum(self._share("slopes", partial(self._add, sums), some))
+        for name, own in sums.items():
+            current().add(f"slopes of {name}", [own.inputs.xx, own.inputs.xy, own.outputs.xx])
+        crossed = {
+            n: [torch.stack([own.step(d, 1 - f) for d in _DAMPINGS]) for f in range(FOLDS)] for n, own in sums.items()
+        }
+        few = some[:: min(_LOOKED_AT, len(some))] if self._tokens(some) > _MANY else some
+        seen = torch.cat(self._share("directions", partial(self._try, crossed), few))
+        divergence, slopes, curvatures = seen[:, 0, 0].mean(), seen[:, 1].mean(0), seen[:, 2].square().mean(0)
+        gains = torch.where((slopes < 0) & (curvatures > 0), slopes.square() / (2 * curvatures), 0.0)
+        best = int(gains.argmax())
+        if not 0 < float(gains[best]) < math.inf:
+            return NO_GAIN
+        length, damping = float(-slopes[best] / curvatures[best]), _DAMPINGS[best]
+
+        def changes(fold: int | None) -> Changes:
+            return weights_of(
+                {name: (length * own.step(damping, fold)).cpu() for name, own in sums.items()}, self.places
+            )
+
+        held_out = (divergence - gains[best]).clamp(min=0)
+        facts = AnswersRepair(math.sqrt(divergence), math.sqrt(held_out), damping, examples)
+        return stepped(self.start, changes(None), facts, changes, part=1.0)
+
+    def _share(self, name: str, task: Callable[[int], T], some: Sequence[int]) -> list[T]:
+        return self.runner.share(name, [partial(task, i) for i in some], [self.runner.batches[i] for i in some])
+
+    def _some(self) -> list[int]:
+        """The batches that are looked at, evenly spaced, because batches often come sorted by length; a second step takes others."""
+        every = range(len(self.runner.batches))
+        enough = max(_MANY, _TOKENS * max(len(kept) for _, kept in self.places.values()))
+        apart = max(1, min(self._tokens(every) // enough, len(every) // FOLDS))
+        return list(every[bool(self.start.answers) * (apart // 2) :: apart])
+
+    def _tokens(self, some: Sequence[int]) -> int:
+        """About how many tokens these batches have."""
+        return sum(max(t.shape[:2].numel() for t in tensors(self.runner.batches[i])) for i in some)
+
+    def _seen(self, index: int) -> tuple[Tensor, Seen]:
+        """The divergence of a batch's examples ``[examples]``, summed over tokens, and its slopes, with those of a random projection."""
+        runner, batch, divergences = self.runner, self.runner.batches[index], []
+        with torch.no_grad(), runner.deterministic_eval():
+            known = logits_of(runner.run(batch, unwatched), batch)
+
+        def sums_of(output: Any) -> list[Tensor]:
+            now = logits_of(output, batch)
+            each = self.divergence.between(known, now, batch)
+            real = (
+                real_tokens(self.calibration.model, batch, "decoder", runner.rows, now.shape[1])
+                if now.ndim > 2
+                else None
+            )
+            tokens = now.shape[1] if real is None else real.sum(1).to(each.device)
+            divergences.append(each.detach() * tokens)
+            return [
+                (each * tokens).sum(),
+                probe_of(self.calibration.model, output, batch, runner.first(index), runner.rows),
+            ]
+
+        with self.calibration.applied(self.start.by_module, self.drop):
+            seen = runner.slopes_of(batch, self.places, sums_of)
+        runner.count(6 * runner.rows.size(batch))
+        if len(divergences[0]) != runner.rows.size(batch):
+            raise HeadPruneError("tokens cannot be told apart by example.")
+        return divergences[0], seen
+
+    def _add(self, sums: Mapping[str, _Sums], index: int) -> int:
+        """Add the tokens of a batch to the sums; returns the number of its examples."""
+        divergence, seen = self._seen(index)
+        for name, calls in seen.items():
+            for x, _, (slope, random) in calls:
+                for fold, own in enumerate(folds_of(x, self.runner, index, self.runner.layer(name).kind)):
+                    x_, g, s = (t.reshape(-1, t.shape[-1])[own] for t in (x, slope, random))
+                    one = torch.ones(len(own), device=x.device)
+                    sums[name].inputs.add(fold, x_[:, self.places[name][1].to(x.device)], g, one)
+                    sums[name].outputs.add(fold, s, s[:, :1], one)
+        return len(divergence)
+
+    def _try(self, crossed: Mapping[str, Sequence[Tensor]], index: int) -> Tensor:
+        """Of every example ``[examples, 3, dampings]``: its divergence, its derivative along the steps of the other fold, and the
+        random projection's."""
+        divergence, seen = self._seen(index)
+        total = torch.stack(
+            [
+                divergence.double().cpu()[:, None].expand(-1, len(_DAMPINGS)),
+                *torch.zeros(2, len(divergence), len(_DAMPINGS)).double(),
+            ],
+            1,
+        )
+        for name, calls in seen.items():
+            place, kept = self.places[name]
+            x, slopes = joined(calls, kept, place.has_bias, len(divergence))
+            for fold, steps in enumerate(crossed[name]):
+                own = (self.runner.fold(index) == fold).to(x.device)
+                moved = torch.einsum("nti,dio->dnto", x[own], steps.to(x))
+                total[own.cpu(), 1:] += doubled(torch.einsum("dnto,knto->nkd", moved, slopes[:, own])).cpu()
+        return total
