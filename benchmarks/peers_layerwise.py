@@ -300,8 +300,8 @@ def search(weight: Tensor, gram: Tensor, blocks: Sequence[Sequence[int]], keep: 
     """Which blocks of columns stay.
 
     First the two go that cost least one by one, again and again (three at a time, or one, as the number needs it). Then up to 30 times
-    five go like this, and the five come in that help most one by one, as long as the error falls. Not as in the code: fewer are swapped
-    where fewer than five are kept, where the code ends in a singular matrix.
+    five go like this, and the five come in that help most one by one, as long as the error falls. Not as in the code: where five or
+    fewer are kept, all of these are swapped, where the code fails.
     """
     gram = _damped(gram)
     target = gram @ weight.double().T
