@@ -9,13 +9,10 @@ import torch
 from baselines import METHODS, Baseline, applied
 
 import headprune as hp
-from tests.support import zoo
-from tests.support.checks import hooks
 from tests.support.problems import small
-from tests.support.zoo import labelled
 
 HEADS, WIDTH = 4, 8
-NAMES = ("FLAP", "Wanda-sp", "FLAP + GRAIL", "FLAP + GRAIL, no bias", "Wanda-sp + GRAIL", "Michel + GRAIL", "OSSCAR")
+NAMES = ("Wanda-sp", "FLAP + GRAIL", "FLAP + GRAIL, no bias", "Wanda-sp + GRAIL", "Michel + GRAIL", "OSSCAR")
 
 
 def bert():
@@ -84,11 +81,10 @@ def test_flap_is_that_of_the_definition():
 
 
 @pytest.mark.parametrize("keep", [2, 5])
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", NAMES)
 def test_layers_are_chosen_and_refitted_one_after_another(name, keep):
     model, batches, layers = bert()
-    found, before = METHODS[name](model, batches, layers, keep, 0), Baseline({})
-    passed = set()
+    found, before, passed = METHODS[name](model, batches, layers, keep, 0), Baseline({}), set()
     for block, layer in enumerate(layers):
         with applied(model, layers, before):
             rows = np.concatenate(inputs(model, batches, block))
@@ -105,34 +101,13 @@ def test_layers_are_chosen_and_refitted_one_after_another(name, keep):
         if "GRAIL" in name and kept:
             expected = ridged(rows[:, own], goal, 1e-3 * (power[own].mean() + 1e-3), 0 * expected.T)
         if name == "OSSCAR":
-            found_error, *others = (
-                least_error(rows, weight, columns(x), damping)[1]
-                for x in (kept, *combinations(range(HEADS), len(kept)))
-            )
-            assert found_error == pytest.approx(min(others))
-            expected = least_error(rows, weight, own, damping)[0]
+            others = [columns(x) for x in combinations(range(HEADS), len(kept))]
+            expected, error = least_error(rows, weight, own, damping)
+            assert error == pytest.approx(min(least_error(rows, weight, x, damping)[1] for x in others))
         new = np.array(found.outputs.get(output, [weight])[0])
         np.testing.assert_allclose(new[:, own], expected, rtol=1e-3, atol=1e-4)
         drop, outputs = ({k: v for k, v in x.items() if k in passed} for x in (found.drop, found.outputs))
         before = Baseline(drop, outputs=outputs)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_whole_groups_go_and_the_model_is_left_as_it_was(name):
-    model, example = zoo.llama()
-    batches = [labelled(model, example, seed=seed) for seed in (2, 3)]
-    layers, before = hp.find_attention(model, example), {k: v.clone() for k, v in model.state_dict().items()}
-    total = sum(layer.num_heads for layer in layers)
-    for keep in (2, total // 4 * 2, total):
-        found = METHODS[name](model, batches, layers, keep, 0)
-        assert total - sum(map(len, found.drop.values())) == keep
-        for layer in layers:
-            lost = set(found.drop.get(layer.name, ()))
-            assert all(lost.issuperset(unit) or lost.isdisjoint(unit) for unit in layer.units)
-        with applied(model, layers, found), torch.no_grad():
-            assert model(**batches[0]).loss.isfinite()
-    assert hooks(model) == 0
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_swaps_never_cost_more_than_rounds_alone(monkeypatch):
