@@ -32,6 +32,7 @@ warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
 
 import baselines
 import numpy as np
+import peers_layerwise  # noqa: F401 - its methods register themselves
 import real
 import smollm2
 import torch

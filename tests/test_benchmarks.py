@@ -13,6 +13,7 @@ import baselines
 import exercise
 import exercise_translator as translator
 import faults
+import peers_layerwise  # noqa: F401 - its methods register themselves
 import pytest
 import torch
 from baselines import METHODS, Baseline, applied, rearrange, rescaled
