@@ -32,6 +32,7 @@ warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
 
 import baselines
 import numpy as np
+import peers_learned  # noqa: F401 - more of `baselines.METHODS`
 import real
 import smollm2
 import torch
