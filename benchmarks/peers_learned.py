@@ -24,12 +24,13 @@ TEMPERATURE = 2.0  # K-prune's
 LAMBDAS = (2.5e-4, 1.0)  # K-prune's weights of representational knowledge
 DRAWS = 4  # labels for each example, of which K-prune's curvature is the mean
 STEPS = 640  # of every learned mask, a quarter of them for the factors of what stays
-DDP_RATE = 0.02
+DDP_RATE = 0.05  # falls to 0
+DDP_WIDTH = 2.0  # of the smooth count, falls to a tenth
 DDP_PRICE = 1.0  # by which the multiplier rises, per step and share of heads too many
-DDP_SQUARE = 10.0  # weight of the squared share
-GRASP_RATE = 0.05
+DDP_SQUARE = 50.0  # weight of the squared share
+GRASP_RATE = 0.01  # this and the next two are its train.py's
 GRASP_SOFT = 1.5  # divides scores in the sigmoid
-GRASP_SCALING_RATE = 0.01
+GRASP_RANGE = 0.5  # factors lie within 1 plus or minus this
 SLIM_SHARPNESS = 10.0  # of layers' shares
 
 # -- units, masks, and what the model's parts see -----------------------------------------------
@@ -213,12 +214,12 @@ Gates = Callable[[Tensor, int], tuple[Tensor, Tensor | float]]
 
 def _trained(
     model: nn.Module, known: Batches, losses: ExampleLoss, layers: Layers, values: Tensor, gates: Gates,
-    steps: int, rate: float, seed: int,
+    steps: int, rate: float, end: float, seed: int,
 ) -> Tensor:  # fmt: skip
-    """Values after Adam's steps on the divergence from the dense model, a batch each, with a rate that falls to 0."""
+    """Values after Adam's steps on the divergence from the dense model, a batch each; the rate goes to ``end`` times what it was."""
     values = values.clone().requires_grad_()
-    optimiser = torch.optim.Adam([values], lr=rate)
-    falling = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, steps)
+    optimiser = torch.optim.Adam([values], lr=rate, betas=(0.9, 0.99))
+    falling = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, end, steps)
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     for step in range(steps):
@@ -241,10 +242,10 @@ def _scaled_mask(layers: Layers, opened: Tensor, factors: Tensor) -> Baseline:
 def ddp(model: nn.Module, batches: Batches, layers: Layers, keep: int, seed: int) -> Baseline:
     """Huang et al. (ICML 2026, arXiv:2603.08065): deterministic masks relu(z), trained by distillation with frozen weights.
 
-    Their number is held by an augmented Lagrangian on a smooth count of open heads, ``m^2 / (m^2 + width^2)``, whose width falls from
-    0.5 to 0.05 while the number that is asked for falls from all to ``keep``, in the first half of the steps. After three
-    quarters, the largest masks stay, and for the last quarter their values alone are trained (ours: in the paper the masks have
-    converged by then). Known flaw: a mask that reached 0 gets no gradient, so no head ever comes back.
+    Their number is held by an augmented Lagrangian on a smooth count of open heads, ``(1 + w^2) m^2 / (m^2 + w^2)``, whose width w
+    falls from 2 to 0.2 while the number that is asked for falls from all to ``keep``, in the first half of the steps. After three
+    quarters, the largest masks stay, and for the last quarter their values alone are trained. From the abstract: the count's form, the
+    schedule and that last quarter are ours. Known flaw: a mask that reached 0 gets no gradient, so no head ever comes back.
     """
     sizes = _sizes(layers).float()
     total, first, price = int(sizes.sum()), STEPS * 3 // 4, 0.0
@@ -252,16 +253,17 @@ def ddp(model: nn.Module, batches: Batches, layers: Layers, keep: int, seed: int
     def budgeted(values: Tensor, step: int) -> tuple[Tensor, Tensor]:
         nonlocal price
         masks, done = values.relu(), min(1.0, step / (STEPS / 2))
-        count = (sizes * masks**2 / (masks**2 + (0.5 * 0.1**done) ** 2)).sum()
+        width = DDP_WIDTH * 0.1**done
+        count = (sizes * (1 + width**2) * masks**2 / (masks**2 + width**2)).sum()
         over = (count - total - (keep - total) * done) / total
         price += DDP_PRICE * over.item()
         return masks, price * over + DDP_SQUARE * over**2
 
     with _ready(model, batches) as (losses, known):
-        values = _trained(model, known, losses, layers, torch.ones(len(sizes)), budgeted, first, DDP_RATE, seed)
+        values = _trained(model, known, losses, layers, torch.ones(len(sizes)), budgeted, first, DDP_RATE, 0.0, seed)
         opened = best(layers, values, keep)
         values = _trained(model, known, losses, layers, values.relu(), lambda v, _: (v.relu() * opened, 0.0),
-                          STEPS - first, DDP_RATE, seed)  # fmt: skip
+                          STEPS - first, DDP_RATE, 0.0, seed)  # fmt: skip
     return _scaled_mask(layers, opened, values.relu())
 
 
@@ -270,9 +272,10 @@ def grasprune(model: nn.Module, batches: Batches, layers: Layers, keep: int, see
     """Wang et al. (ACL 2026, arXiv:2604.19398): scores trained through the mask that keeps to the budget at every step.
 
     Forward, the ``keep`` heads with the highest scores are open and the others closed; backward, the gradient by a mask goes to
-    the sigmoid of its score as it is. Then factors of the kept heads are trained in the same way ("scaling calibration", a
-    quarter of the steps). Here the loss is the divergence from the dense model; theirs is the text's own loss.
-    Known flaw: a closed head's gradient tells of a small opening, not of all of it.
+    the sigmoid of its score as it is. Then factors of the kept heads, within 1 plus or minus 0.5, are trained in the same way
+    ("scaling calibration", a quarter of the steps). Rates and ranges as in ZiY-Wang/GRASPrune. Here the loss is the divergence from
+    the dense model (theirs is the text's own), the factors act on heads' outputs (theirs on keys too), and a layer may lose all
+    heads. Known flaw: a closed head's gradient tells of a small opening, not of all of it; the mask goes on changing to the end.
     """
     start = 1e-3 * torch.randn(len(_sizes(layers)), generator=torch.Generator().manual_seed(seed))
 
@@ -282,11 +285,15 @@ def grasprune(model: nn.Module, batches: Batches, layers: Layers, keep: int, see
 
     with _ready(model, batches) as (losses, known):
         first = STEPS * 3 // 4
-        scores = _trained(model, known, losses, layers, start, projected, first, GRASP_RATE, seed)
+        scores = _trained(model, known, losses, layers, start, projected, first, GRASP_RATE, 1.0, seed)
         opened = best(layers, scores, keep)
-        factors = _trained(model, known, losses, layers, torch.ones_like(start), lambda v, _: (v * opened, 0.0),
-                           STEPS - first, GRASP_SCALING_RATE, seed)  # fmt: skip
-    return _scaled_mask(layers, opened, factors)
+
+        def scaling(values: Tensor) -> Tensor:
+            return opened * (1 + GRASP_RANGE * values.tanh())
+
+        factors = _trained(model, known, losses, layers, torch.zeros_like(start), lambda v, _: (scaling(v), 0.0),
+                           STEPS - first, GRASP_RATE, 1.0, seed)  # fmt: skip
+    return _scaled_mask(layers, opened, scaling(factors))
 
 
 # -- SlimLLM ------------------------------------------------------------------------------------
