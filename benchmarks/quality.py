@@ -32,7 +32,8 @@ warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
 
 import baselines
 import numpy as np
-import peers_layerwise  # noqa: F401 - its methods register themselves
+import peers_layerwise  # noqa: F401 - its methods register themselves, and so do those of
+import peers_learned  # noqa: F401
 import real
 import smollm2
 import torch
