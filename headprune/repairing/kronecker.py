@@ -21,6 +21,7 @@ from headprune.attention import Heads
 from headprune.divergence import Divergence, logits_of, real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import doubled, model_device, tensors
+from headprune.memory import is_out_of_memory
 from headprune.offload import is_offloaded
 from headprune.parallel import current
 from headprune.repairing.calibration import Calibration, folds_of
@@ -34,7 +35,9 @@ T = TypeVar("T")
 _DAMPINGS = (0.1, 1.0, 10.0)  # of the mean variance of an input, and of a slope
 _TOKENS = 8  # per kept input of the widest W_O: so many at least are looked at, and so many
 _MANY = 4096  # in any case
-_LOOKED_AT = 4  # with more tokens, one of so many batches serves to compare dampings
+_LOOKED_AT = (
+    3  # with more tokens, one of so many batches serves to compare dampings (odd: examples alternate between folds)
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,10 @@ def refit_token_answers(calibration: Calibration, drop: Heads, start: RepairWeig
             return _Look(calibration, drop, start, places).step()
     except HeadPruneError as error:
         return f"The answers are not fitted as a whole: {error.args[0]}"
+    except (RuntimeError, MemoryError) as error:  # of a batch's answers there are several copies
+        if not is_out_of_memory(error):
+            raise
+        return "The answers are not fitted as a whole: memory ran out. Smaller batches need less."
 
 
 class _Look:
@@ -128,6 +135,7 @@ class _Look:
         every = range(len(self.runner.batches))
         enough = max(_MANY, _TOKENS * max(len(kept) for _, kept in self.places.values()))
         apart = max(1, min(self._tokens(every) // enough, len(every) // FOLDS))
+        apart -= apart % 2 == 0  # batches of one example alternate between folds
         return list(every[bool(self.start.answers) * (apart // 2) :: apart])
 
     def _tokens(self, some: Sequence[int]) -> int:

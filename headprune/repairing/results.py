@@ -41,7 +41,7 @@ class AnswersRepair:
 
     Attributes:
         before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
-            model's, on the calibration examples, without it.
+            model's, on the calibration examples, without it. Where an example has many answers, the root of their divergence.
         held_out: The same with the step, on left-out examples, to first order.
         strength: The strength of the ridge, for which ``held_out`` is least.
         examples: How many were fitted to.
