@@ -64,18 +64,15 @@ def search(
 ) -> list[PruningPlan]:
     """Find pruning plans, one for each budget, as `headprune prune` does with the same examples.
 
-    ``auto`` makes several orders of removal, and takes the one whose repaired plans stay nearest to the dense model's
-    answers.
+    ``auto`` makes several orders of removal, and takes the one whose repaired plans stay nearest to the dense model's answers.
 
     Args:
         model: The dense model; its mode and weights are left as they were.
-        batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``. Never the
-            examples that results are reported on.
+        batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``; never reported ones.
         keep: How many heads to keep: a count (36), a share (0.5) or a percentage ("50%"), or several of these.
-        budgets: Other budgets, one or several: ``"latency 80%"``, ``"flops 1.2G"``, ``"params 60M"``,
-            ``"kv-cache 50%"`` (of the dense model's, or in the unit; all on the first batch), or ``"drop 0.01"``: the
-            fewest heads whose loss of accuracy (else of perplexity, as `headprune prune` always does for language
-            models) on ``choose`` is below this with 95 % confidence.
+        budgets: Other budgets, one or several: ``"latency 80%"``, ``"flops 1.2G"``, ``"params 60M"``, ``"kv-cache 50%"`` (of the
+            dense model's, or in the unit; all on the first batch), or ``"drop 0.01"``: the fewest heads whose loss of accuracy (else of
+            perplexity) on ``choose`` is below this with 95 % confidence.
         choose: Other batches, on which plans are compared. By default every fourth of ``batches`` is set aside.
         strategy: How heads are picked: ``"auto"``, or a name of `headprune.planning.STRATEGIES`.
         scores: From `headprune.score`. By default ``auto`` scores by gradient, others that need scores also by ablation; ``()``: none.
@@ -91,8 +88,7 @@ def search(
         progress: Called with (steps done, steps in all, note).
 
     Returns:
-        A plan for each of ``keep``, then for each of ``budgets``. They are nested: a plan that keeps fewer heads also
-        removes all heads that a plan with more removes.
+        A plan for each of ``keep``, then for each of ``budgets``. They are nested: one with fewer heads has no others.
 
     Raises:
         HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, or no examples.

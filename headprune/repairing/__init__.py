@@ -63,8 +63,7 @@ def repair(
     removed heads' columns become zero: the model answers as it will after `headprune.prune`, which you call next.
 
     Formulas and sources: docs/planning.md, Repair. Every step is fitted to all of ``batches``, and kept only if it
-    brings the answers nearer to the dense model's on ``choose``; with few examples, by more than chance: maybe no step
-    is kept.
+    brings the answers nearer to the dense model's on ``choose``; with few examples, by more than chance.
 
     Args:
         model: The dense model, or one pruned before; its outputs are the target of the fit.
@@ -75,7 +74,7 @@ def repair(
         ridge: Strength towards the old weights; it turns ``answers`` off. By default cross-validated for each layer.
         values: Whether value projections are refitted too: about four passes more.
         mixtures: Whether to fit also to mixtures of texts with one answer each: up to three times as many examples.
-        answers: Whether all W_O that lose heads are then fitted together to the answers (one logit vector per example).
+        answers: Whether all W_O that lose heads are then fitted together to the dense model's answers.
         biases: Whether a W_O without a bias gets one, for the removed heads' mean. A stock class may have no place for it.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (passes done, passes in all, note).

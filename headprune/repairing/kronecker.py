@@ -41,7 +41,7 @@ _LOOKED_AT = (
 
 
 @dataclass(frozen=True)
-class _Sums:
+class _Factors:
     """Sums over the tokens of a W_O's calls, by fold.
 
     Attributes:
@@ -99,7 +99,7 @@ class _Look:
         """
         device = None if is_offloaded(self.calibration.model) else model_device(self.calibration.model)
         sums = {
-            name: _Sums(Moments(len(kept), out := p.weight.shape[1], device), Moments(out, 1, device), p.has_bias)
+            name: _Factors(Moments(len(kept), out := p.weight.shape[1], device), Moments(out, 1, device), p.has_bias)
             for name, (p, kept) in self.places.items()
         }
         some = self._some()
@@ -170,7 +170,7 @@ class _Look:
             raise HeadPruneError("tokens cannot be told apart by example.")
         return divergences[0], seen
 
-    def _add(self, sums: Mapping[str, _Sums], index: int) -> int:
+    def _add(self, sums: Mapping[str, _Factors], index: int) -> int:
         """Add the tokens of a batch to the sums; returns the number of its examples."""
         divergence, seen = self._seen(index)
         for name, calls in seen.items():
