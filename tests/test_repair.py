@@ -13,8 +13,18 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune import repairing
 from headprune.attention import Heads
-from headprune.repairing import answers, calibrate, calibration, checked_repair, directions, fit_layers, gauss_newton
+from headprune.repairing import (
+    answers,
+    calibrate,
+    calibration,
+    checked_repair,
+    directions,
+    fit_layers,
+    gauss_newton,
+    kronecker,
+)
 from headprune.repairing import layers as layer_steps
+from headprune.repairing.examples import probe_of
 from headprune.repairing.gauss_newton import choose_coordinates
 from headprune.repairing.steps import better
 from tests.support import brute
@@ -594,3 +604,37 @@ def test_one_example_is_both_folds_by_its_tokens(name: str) -> None:
     assert set(single.ridges.values()) == {math.inf}
     for name, (weight, _) in found.by_module.items():
         torch.testing.assert_close(padded.by_module[name][0], weight, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_many_answers_come_nearer_on_other_texts(name: str) -> None:
+    """By a step along K-FAC's direction, which is computed here token by token."""
+    (model, _), example, other = brute.model_of(name), text(40, 9, seed=1), text(100, 9, seed=2)
+    layers = hp.find_attention(model, example)
+    drop = {a.name: [h for unit in a.units[1:] for h in unit] for a in layers}
+    _, done = brute.repaired(model, drop, example, choose=[other], values=False)
+    trial = next(t for t in done.trials if t.step == "answers")
+    assert (trial.kept, done.answers is not None) == (True, True)
+    assert trial.after < trial.before
+    dense_model = calibrate(model, layers, [example], values=False)
+    start = fit_layers(dense_model, drop)
+    found: Any = kronecker.refit_token_answers(dense_model, drop, start)
+    dense, runner, real = brute.logits(model, example), dense_model.runner, example["attention_mask"] != 0
+    with torch.inference_mode(False), dense_model.applied(start.by_module, drop):
+        seen = runner.slopes_of(example, start.by_module, lambda out: [
+            (dense.softmax(-1) * (dense.log_softmax(-1) - out.logits.log_softmax(-1)))[real].sum(), probe_of(model, out, example, 0, runner.rows)
+        ])  # fmt: skip
+    for module, (weight, bias) in start.by_module.items():
+        x, _, (g, s) = seen[module][0]
+        place = next(p for p in dense_model.projections if p.name == module)
+        ones = x.new_ones(*x.shape[:-1], int(place.has_bias))
+        tokens = [torch.cat([x[..., place.kept(drop)], ones], -1), g, s]
+        rows, slopes, random = (t[real] for t in tokens)
+        a, b = (sum(torch.outer(v, v) for v in vs) / len(vs) for vs in (rows, random))
+        a, b = (m + found.answers.strength * m.diagonal().mean() * torch.eye(len(m)).double() for m in (a, b))
+        step = -torch.linalg.inv(a) @ sum(map(torch.outer, rows, slopes)) @ torch.linalg.inv(b)
+        moved = [(found.by_module[module][0] - weight)[place.kept(drop)]]
+        moved += [(found.by_module[module][1] - bias)[None]] if place.has_bias else []
+        assert float(F.cosine_similarity(torch.cat(moved).flatten(), step.flatten(), dim=0)) == pytest.approx(
+            1, abs=1e-6
+        )

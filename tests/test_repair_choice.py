@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.repairing import calibrate, kronecker, steps
-from headprune.repairing.examples import probe_of
 from tests.support import brute, cases
 from tests.support.checks import hooks, same, state
 from tests.support.errors import refuses
@@ -427,40 +425,6 @@ def test_answers_that_are_ruled_out_weigh_nothing_or_no_step_is_made(name: str) 
     assert (done.answers is None) == (name == "bert") == any("not all finite" in told for told in done.notes)
     assert done.trials
     assert all(math.isfinite(t.before) and math.isfinite(t.after) for t in done.trials)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_many_answers_come_nearer_on_other_texts(name: str) -> None:
-    """By a step along K-FAC's direction, which is computed here token by token."""
-    (model, _), example, other = brute.model_of(name), text(40, 9, seed=1), text(100, 9, seed=2)
-    layers = hp.find_attention(model, example)
-    drop = {a.name: [h for unit in a.units[1:] for h in unit] for a in layers}
-    _, done = brute.repaired(model, drop, example, choose=[other], values=False)
-    trial = next(t for t in done.trials if t.step == "answers")
-    assert (trial.kept, done.answers is not None) == (True, True)
-    assert trial.after < trial.before
-    calibration = calibrate(model, layers, [example], values=False)
-    start = steps.fit_layers(calibration, drop)
-    found: Any = kronecker.refit_token_answers(calibration, drop, start)
-    dense, runner, real = brute.logits(model, example), calibration.runner, example["attention_mask"] != 0
-    with torch.inference_mode(False), calibration.applied(start.by_module, drop):
-        seen = runner.slopes_of(example, start.by_module, lambda out: [
-            (dense.softmax(-1) * (dense.log_softmax(-1) - out.logits.log_softmax(-1)))[real].sum(), probe_of(model, out, example, 0, runner.rows)
-        ])  # fmt: skip
-    for module, (weight, bias) in start.by_module.items():
-        x, _, (g, s) = seen[module][0]
-        place = next(p for p in calibration.projections if p.name == module)
-        ones = x.new_ones(*x.shape[:-1], int(place.has_bias))
-        tokens = [torch.cat([x[..., place.kept(drop)], ones], -1), g, s]
-        rows, slopes, random = (t[real] for t in tokens)
-        a, b = (sum(torch.outer(v, v) for v in vs) / len(vs) for vs in (rows, random))
-        a, b = (m + found.answers.strength * m.diagonal().mean() * torch.eye(len(m)).double() for m in (a, b))
-        step = -torch.linalg.inv(a) @ sum(map(torch.outer, rows, slopes)) @ torch.linalg.inv(b)
-        moved = [(found.by_module[module][0] - weight)[place.kept(drop)]]
-        moved += [(found.by_module[module][1] - bias)[None]] if place.has_bias else []
-        assert float(F.cosine_similarity(torch.cat(moved).flatten(), step.flatten(), dim=0)) == pytest.approx(
-            1, abs=1e-6
-        )
 
 
 def test_directions_among_many_classes_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
