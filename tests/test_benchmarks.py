@@ -200,7 +200,7 @@ def test_factors_solve_the_stated_least_squares(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["bert", "llama"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name[:7] != "Learned"])  # these: test_peers_learned.py
 def test_every_method_keeps_to_the_budget_by_whole_groups(name, method):
     model, batches, layers = made(name)
     total = sum(a.num_heads for a in layers)
