@@ -103,10 +103,10 @@ METHODS: dict[str, Run] = {
 PICTURED = {
     "headprune auto": ("headprune (auto, repaired)", "#0072B2", "D-"),
     "Kwon, Fisher + swap + rescaling": ("Kwon et al. 2022, with rescaling (one draw)", "#009E73", "s-"),
-    "Kwon, Fisher + swap": ("Kwon et al. 2022, Fisher and swap", "#56B4E9", "s-"),
+    "Wanda-sp + GRAIL": ("Wanda-sp's heads, GRAIL 2026", "#56B4E9", "v-"),
     "Michel, layer L2": ("Michel et al. 2019, per-layer L2", "#E69F00", "o-"),
     "Michel": ("Michel et al. 2019", "#D55E00", "o-"),
-    "run_bertology": ("run_bertology's formula", "#CC79A7", "^-"),
+    "OSSCAR": ("OSSCAR 2024", "#CC79A7", "^-"),
     "random": ("random heads", "#7f7f7f", "--"),
 }
 
@@ -340,7 +340,7 @@ def draw(text: str) -> None:
     """README's picture of accuracy against heads kept, from the table of minilm-rt."""
     told, rows = text.split("\nAccuracy by heads kept of ")[1].split("\n\n")[:2]
     head, _, *lines = [line.strip("| ").split(" | ") for line in rows.splitlines()]
-    cells = {line[0]: [[*map(float, cell.split(" ± ")), 0.0][:2] for cell in line[1:-1]] for line in lines}
+    cells = {n: [[*map(float, c.replace("–", "nan").split(" ± ")), 0.0][:2] for c in line[:-1]] for n, *line in lines}
     kept = [int(count) for count in head[1:-1]]
     figure = Figure(figsize=(7.2, 4.0), layout="constrained", dpi=130)
     axis = figure.subplots()

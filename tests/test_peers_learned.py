@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from tests.support import brute
-from tests.support.checks import hooks
 from tests.support.problems import small
-from tests.support.zoo import labelled, llama
-
-NAMES = ("K-prune", "Learned masks, DDP", "Learned masks, GRASPrune", "SlimLLM")
 
 
 def bert(heads: int = 3) -> tuple[nn.Module, list[dict[str, Tensor]], list[hp.AttentionLayer]]:
@@ -34,27 +30,6 @@ def seen(model: nn.Module, batches: list[dict[str, Tensor]], module: nn.Module, 
             model(**batch)
     handle.remove()
     return torch.cat([r[b["attention_mask"].bool()] for r, b in zip(rows, batches, strict=True)]).numpy()
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("of", ["bert", "llama"])
-def test_exactly_as_many_heads_stay(name, of, monkeypatch):
-    monkeypatch.setattr(peers_learned, "STEPS", 8)
-    if of == "bert":
-        model, batches, layers = bert()
-    else:  # two heads for each key/value head
-        model, example = llama()
-        batches, layers = [labelled(model, example, seed=s) for s in (2, 3)], hp.find_attention(model, example)
-    total = sum(layer.num_heads for layer in layers)
-    for keep in (2, total // 4 * 2, total):
-        found = METHODS[name](model, batches, layers, keep, 0)
-        assert total - sum(map(len, found.drop.values())) == keep
-        for layer in layers:
-            gone = set(found.drop.get(layer.name, ()))
-            assert all(gone.issuperset(unit) or gone.isdisjoint(unit) for unit in layer.units)
-        with applied(model, layers, found), torch.no_grad():
-            assert model(**batches[0]).loss.isfinite()
-    assert hooks(model) == 0
 
 
 def test_k_prune_solves_for_the_dense_residual_stream():
@@ -81,7 +56,7 @@ def test_k_prune_solves_for_the_dense_residual_stream():
             np.testing.assert_allclose(heads @ weight[:, kept].numpy().T, heads @ solved.T, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES[1:3])
+@pytest.mark.parametrize("name", ["Learned masks, DDP", "Learned masks, GRASPrune"])
 def test_learned_masks_beat_random_ones(name, monkeypatch):
     monkeypatch.setattr(peers_learned, "STEPS", 160)
     model, batches, layers = bert(6)

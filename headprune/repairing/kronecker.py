@@ -35,9 +35,8 @@ T = TypeVar("T")
 _DAMPINGS = (0.1, 1.0, 10.0)  # of the mean variance of an input, and of a slope
 _TOKENS = 8  # per kept input of the widest W_O: so many at least are looked at, and so many
 _MANY = 2048  # in any case
-_LOOKED_AT = (
-    3  # with more tokens, one of so many batches serves to compare dampings (odd: examples alternate between folds)
-)
+# With more tokens, one of so many batches serves to compare dampings. It is odd, as examples alternate between folds.
+_LOOKED_AT = 3
 
 
 @dataclass(frozen=True)

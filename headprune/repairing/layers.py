@@ -53,7 +53,7 @@ def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, rid
             of `RIDGES` and infinity.
     """
     xx, xy, yy = moments.rows_of(kept)
-    # On the sums' device: on the CPU, this took most of a search with a GPU (Llama of 1B).
+    # On the sums' device: on the CPU, this took about half of a search with a GPU (Llama of 1B).
     old = projection.weight[kept.to(projection.weight.device)].to(xx.device), projection.bias.to(xx.device)
     chosen, held_out = ridge, None
     if chosen is None:
