@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.app.options import DataOptions, LoadOptions
+from headprune.app.options import DataOptions, LoadOptions, MetricOptions
 from headprune.cli import tables
 from headprune.cli.app import command
 from headprune.cli.options import Budgets, Console, Distil, Model, Seed, Typed, Writing, known_methods, options_of
@@ -108,6 +108,7 @@ def prune(
     search: SearchOptions,
     data: DataOptions,
     loading: LoadOptions,
+    measuring: MetricOptions,
     writing: Writing,
     console: Console,
     more: More,
@@ -122,7 +123,9 @@ def prune(
     from headprune.planning import check_strategy
     from headprune.planning.strategies import effort_named
 
-    key = key_of("prune", budgets, search, data, loading, writing.output, writing.overwrite, model, more, distil, seed)
+    key = key_of(
+        "prune", budgets, search, data, loading, measuring, writing.output, writing.overwrite, model, more, distil, seed
+    )
     if "finetune" in typed and not 0 < more.finetune < float("inf"):
         raise HeadPruneError(f"--finetune {more.finetune:g} is no number of epochs.", "Give 1, or a fraction.")
     search = replace(search, budgets=budgets.parse(), repair=not more.no_repair)
@@ -136,7 +139,7 @@ def prune(
 
     def configure(source: RunFolder | None) -> PruneConfig:
         """The command's settings, with the scores of a run or with new ones."""
-        extra: dict[str, Any] = {"seed": seed, **({"distil": True} if distil else {})}
+        extra: dict[str, Any] = {"seed": seed, "measuring": measuring, **({"distil": True} if distil else {})}
         extra |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
         options = options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
         return PruneConfig(

@@ -171,6 +171,22 @@ class AlsoData:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChangedAnswer:
+    """Both models' texts for one example, with the run's metric on it alone.
+
+    Attributes:
+        row: The example's row in its split, from 0.
+    """
+
+    row: Count
+    reference: tuple[str, ...]
+    dense: str
+    pruned: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class BudgetResult:
     """A pruned model, and what was measured of it.
 
@@ -181,6 +197,8 @@ class BudgetResult:
         drop: The removed heads, by layer.
         pruned: Its metrics on the reporting part, measured on the saved and reloaded model.
         change: From the dense model, paired by example.
+        changes: The same for the other metrics that were asked for.
+        answers: The twenty answers in texts that changed most, the greatest change first; () where answers are no texts.
         random: The metric with as many heads kept at random, for each draw.
         over_random: The change from random heads (the mean of the draws) to the chosen ones, both repaired alike, paired by example.
         also: Its metrics on each dataset of `Metrics.also`.
@@ -203,6 +221,8 @@ class BudgetResult:
     drop: dict[str, tuple[Count, ...]]
     pruned: Measured
     change: Change
+    changes: tuple[Change, ...] = ()
+    answers: tuple[ChangedAnswer, ...] = ()
     random: tuple[float, ...]
     over_random: Change | None = None
     also: tuple[AlsoMeasured, ...] = ()
@@ -339,7 +359,8 @@ class Metrics(File):
 
     Attributes:
         environment: Where they were measured; scores may have been made elsewhere.
-        curve: The trade-off between heads and the metric.
+        curve: The trade-off between heads and ``curve_metric``.
+        curve_metric: ``metric``, unless that is of generated texts; "" in older files.
         time: The parts of the dense model's time, for each input of ``latency.rows``; () if they could not be measured.
         generation: Times of models that generate text; () for others.
         also: The second datasets.
@@ -348,6 +369,7 @@ class Metrics(File):
     kind: ClassVar[str] = "metrics"
 
     metric: str
+    curve_metric: str = ""
     environment: Environment | None = None
     planning: Planning = Planning()
     dense: Dense

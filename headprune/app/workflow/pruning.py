@@ -237,7 +237,7 @@ def _metrics(
     )  # fmt: skip
     also = [documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also]
     metrics = documents.Metrics(
-        metric=metric, environment=context.environment, planning=context.config.planning(result), dense=dense,
+        metric=metric, curve_metric=scene.curve_metric, environment=context.environment, planning=context.config.planning(result), dense=dense,
         budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(context, models),
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from headprune import checkpoint, latency
-from headprune.app.data import DataOptions, DataParts, load_parts
+from headprune.app.data import DataOptions, DataParts, Part, load_parts, texts_of
 from headprune.app.documents import Cut, Examples
 from headprune.app.models import LoadedModel, load_model, numbers_given, positions_of
 from headprune.app.options import Options
@@ -25,12 +25,15 @@ from headprune.app.sources import name_of, narrow, placed, placing_of, stored_si
 from headprune.attention import AttentionLayer
 from headprune.batches import shaped
 from headprune.errors import HeadPruneError, PruneError, ScoresError, first_line
+from headprune.evaluation import Measurement, Texts, evaluate
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
 from headprune.inputs import call, model_device, move, unlabelled, without_labels
 from headprune.memory import is_out_of_memory
+from headprune.metrics import TEXTS, metric_named
 from headprune.offload import copied
 from headprune.parallel import current
 from headprune.plan_search import SearchConsole
+from headprune.running import Progress
 from headprune.scoring import HeadScores, method_and_settings
 from headprune.scoring.base import method_named
 from headprune.surgery import answers
@@ -76,8 +79,39 @@ class Scene:
         return next(self.parts.score.batches(2))
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """The metrics that are measured beside the task's own: those asked for, or Spearman's correlation for numbers."""
+        asked = self.options.measuring.metric
+        return asked or (("spearman",) if numbers_given(self.loaded) == "1 number" else ())
+
+    @property
     def metric(self) -> str:
-        return self.loaded.task.metric
+        """The metric that decides: the first one asked for, or the task's own."""
+        return next(iter(self.metrics), self.own_metric)
+
+    @property
+    def own_metric(self) -> str:
+        """The metric that the model's logits and labels give without further work."""
+        return self.loaded.task.metric if numbers_given(self.loaded) is None else "loss"
+
+    @property
+    def curve_metric(self) -> str:
+        """The metric of plans on the choosing part: `metric`, unless it is of texts, which would be generated for every plan."""
+        return self.own_metric if TEXTS in metric_named(self.metric).forms else self.metric
+
+    def evaluate(self, model: nn.Module, part: Part, progress: Progress | None = None) -> Measurement:
+        """Measure a model on a part, by the run's metrics."""
+        in_texts = any(TEXTS in metric_named(name).forms for name in self.metrics)
+        texts = self.texts(part) if in_texts else None
+        return evaluate(model, part.batches(), metrics=self.metrics, texts=texts, progress=progress)
+
+    def texts(self, part: Part) -> Texts:
+        """How a model answers a part's examples with texts.
+
+        Raises:
+            HeadPruneError: The model's task has no such answers.
+        """
+        return texts_of(part, self.loaded, self.options.measuring)
 
     @property
     def maskable(self) -> list[AttentionLayer]:
@@ -163,11 +197,6 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
             "Start one process, or leave out --device-map: each process then takes a device.",
         )
     loaded = load_model(options.model, options.loading)
-    if (numbers := numbers_given(loaded)) is not None:
-        raise HeadPruneError(
-            f"{options.model} has a regression head ({numbers}), which the command line does not measure yet.",
-            "Use the Python API: headprune.score(model, batches).",
-        )
     console.say(f"{type(loaded.model).__name__} for {loaded.task.name} on {placed(loaded.model)}")
     if labelled is None:
         methods = [method_named(method_and_settings(text)[0]) for text in options.methods]

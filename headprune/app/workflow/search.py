@@ -125,11 +125,17 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
     else:
         plan_search.constraints_of(config.search, scene.maskable)
         for budget in config.search.budgets:
+            if budget.by_metric and scene.metric != scene.curve_metric:
+                message = (
+                    f"{budget.flag} measures every plan that is tried, and {scene.metric} would be generated each time."
+                )
+                raise HeadPruneError(message, f"Give --keep, or leave out --metric {scene.metric}.")
             budget.check_dense(subject_for(budget, scene))
-    if scene.metric in measurable(scene.model, scene.parts.report.batches()):
+    metric = scene.own_metric
+    if metric in measurable(scene.model, scene.parts.report.batches()):
         return
-    what, name = f"The {scene.metric} of {scene.options.model}", scene.loaded.task.name
-    if scene.metric == "perplexity":
+    what, name = f"The {metric} of {scene.options.model}", scene.loaded.task.name
+    if metric == "perplexity":
         raise HeadPruneError(
             f"{what} cannot be measured: its own loss is not the cross-entropy of its logits, nor a mean over labels.",
             f"Check --task (it is {name}), or use the Python API, which takes any loss: headprune.score(model, batches).",
@@ -144,7 +150,7 @@ def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> 
     """The `Trials` of plans on the scene's choosing part."""
     return Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
-        repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.metric,
+        repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.curve_metric,
         store=store or Store(),
     )  # fmt: skip
 
