@@ -211,16 +211,26 @@ def _answers(
     return Answers(form, values, right, probabilities, names)
 
 
-def measurable(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
+def measurable(model: nn.Module, batches: Iterable[Any], metrics: Sequence[str] = ()) -> tuple[str, ...]:
     """The metrics that `evaluate` would give unasked for these batches, found on a few of their examples.
 
+    Args:
+        metrics: Others that will be asked for.
+
     Raises:
-        HeadPruneError: As `evaluate`.
+        HeadPruneError: As `evaluate`; one of ``metrics`` compares other answers than the model's.
     """
     device, losses = model_device(model), ExampleLoss(model)
     with quiet(model), torch.inference_mode():
         losses.prepare([move(batch, device) for batch in batches])
-    return ("loss", *losses.use.metrics)
+    known = ("loss", *losses.use.metrics)
+    for metric in map(metric_of, metrics):
+        if metric.name in LOSSES and metric.name not in known:
+            message = f"{type(model).__name__}'s answers have no {metric.name}."
+            raise HeadPruneError(message, "Choose another metric (docs/metrics.md lists them by task).")
+        if TEXTS not in metric.forms:
+            metric.check(_FORMS.get(losses.use.convention or "", ""))
+    return known
 
 
 def value_of(metric: str, numerator: float, tokens: float) -> float:
@@ -243,8 +253,10 @@ def interval(measurement: Measurement, metric: str) -> tuple[float, float]:
     """
     if known := measurement.jackknife.get(metric):
         value = measurement.metrics[metric]
-        half = _Parts(value, known.deviations, len(known.without)).half_width(known.width)
-        return value - half, value + half
+        moves = known.deviations
+        half = _Parts(value, moves, len(moves)).half_width(0.0 if moves.any() else known.width)
+        lowest, highest = known.bounds
+        return max(value - half, lowest), min(value + half, highest)
     parts = _Parts.of(measurement.per_example(metric), measurement.tokens)
     if metric == "accuracy":
         share, own = parts.mean, float((parts.residuals**2).sum())

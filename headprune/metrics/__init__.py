@@ -69,4 +69,11 @@ def metric_of(given: str | Metric | Callable[[Any, Any], float]) -> Metric:
     if isinstance(given, str):
         return metric_named(given)
     name = getattr(given, "__name__", type(given).__name__)
-    return Metric(name, (), lambda answers: given(answers.predictions, answers.references), width=0.0, percent=False)
+    return Metric(
+        name,
+        (),
+        lambda answers: given(answers.predictions, answers.references),
+        width=0.0,
+        lowest=float("-inf"),
+        percent=False,
+    )

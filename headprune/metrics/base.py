@@ -57,12 +57,18 @@ class Jackknife:
     Attributes:
         without: ``[groups]``, each without a group of examples: a single one, or of more than `GROUPS` examples every 400th.
             NaN where the metric is not defined, such as without the only example of a class.
-        higher, width: As in `Metric`.
+        higher, width, lowest: As in `Metric`.
     """
 
     without: np.ndarray
     higher: bool
     width: float
+    lowest: float
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest value that the metric can have."""
+        return self.lowest, self.width if self.higher and self.width else float("inf")
 
     @property
     def deviations(self) -> np.ndarray:
@@ -84,6 +90,7 @@ class Metric:
         score: Its value for some answers; may be NaN where it is not defined.
         higher: Whether a higher value is better.
         width: The distance from a useless to a perfect model: 1 or 100; 0 if there is no such scale.
+        lowest: The lowest value that it can have.
         percent: Whether it is shown in per cent, and its changes in points.
         relative: Whether its change is shown as a ratio minus 1.
         chance: Its value for a model that knows nothing; None if that depends on the data.
@@ -96,6 +103,7 @@ class Metric:
     score: Callable[[Answers], float]
     higher: bool = True
     width: float = 1.0
+    lowest: float = 0.0
     percent: bool = True
     relative: bool = False
     chance: float | None = None
@@ -130,7 +138,7 @@ class Metric:
                 raise self._undefined(len(answers), first_line(error)) from error
         if not np.isfinite(value):
             raise self._undefined(len(answers), f"it is {value}")
-        return value, Jackknife(without, self.higher, self.width)
+        return value, Jackknife(without, self.higher, self.width, self.lowest)
 
     def _measure(self, answers: Answers) -> tuple[float, np.ndarray]:
         if self.sums is not None:

@@ -40,8 +40,9 @@ def scorer(name: str) -> Metric | None:
         return float(scorer(_given(forms)(predictions, answers.probabilities), np.arange(len(references)), references))
 
     width = float(percent or name in _CORRELATIONS)
+    lowest = 0.0 if percent else -1.0 if width else float("-inf")
     chance, ranks = 0.0 if name in _CORRELATIONS else None, name.startswith(_RANKS)
-    return Metric(name, forms, score, width=width, percent=percent, chance=chance, ranks=ranks)
+    return Metric(name, forms, score, width=width, lowest=lowest, percent=percent, chance=chance, ranks=ranks)
 
 
 @cache
@@ -52,8 +53,7 @@ def _given(forms: tuple[str, ...]) -> Any:
     class Given(RegressorMixin if forms == (NUMBERS,) else ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         def __init__(self, predictions: np.ndarray, probabilities: np.ndarray | None) -> None:
             self.predictions, self.probabilities = predictions, probabilities
-            if probabilities is not None:
-                self.classes_ = np.arange(probabilities.shape[1])
+            self.classes_ = np.unique(predictions) if probabilities is None else np.arange(probabilities.shape[1])
 
         def fit(self, *_: Any) -> None:
             raise NotImplementedError
@@ -78,7 +78,7 @@ def _correlation(kind: str) -> Metric:
             raise ValueError("every example has several numbers")
         return float(getattr(stats, kind)(*pairs).statistic)
 
-    return Metric(kind.removesuffix("r"), (NUMBERS,), score, percent=False, chance=0.0)
+    return Metric(kind.removesuffix("r"), (NUMBERS,), score, lowest=-1.0, percent=False, chance=0.0)
 
 
 def _entities(answers: Answers) -> np.ndarray:
@@ -102,4 +102,8 @@ def _f1(sums: np.ndarray) -> float:
     return float(2 * sums[0] / (sums[1] + sums[2])) if sums[1] + sums[2] else float("nan")
 
 
-METRICS = [_correlation("spearmanr"), _correlation("pearsonr"), Metric("seqeval", (TAGS,), **by_sums(_entities, _f1))]
+METRICS = [
+    _correlation("spearmanr"),
+    _correlation("pearsonr"),
+    Metric("seqeval", (TAGS,), chance=0.0, **by_sums(_entities, _f1)),
+]

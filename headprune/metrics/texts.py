@@ -26,7 +26,7 @@ def _mean_of(name: str, each: Callable[[], Callable[[str, str], float]]) -> Metr
         pairs = zip(answers.predictions, map(_listed, answers.references), strict=True)
         return np.array([[max(value(text, right) for right in rights), 1.0] for text, rights in pairs])
 
-    return Metric(name, (TEXTS,), **by_sums(sums, ratio))
+    return Metric(name, (TEXTS,), chance=0.0, **by_sums(sums, ratio))
 
 
 def _listed(reference: Any) -> list[str]:
@@ -106,15 +106,15 @@ def _sacrebleu(kind: str) -> Metric:
     def of(total: np.ndarray) -> float:
         return float(library()._aggregate_and_compute([total.tolist()]).score)
 
-    return Metric(kind.lower(), (TEXTS,), width=100.0, percent=False, **by_sums(sums, of))
+    return Metric(kind.lower(), (TEXTS,), width=100.0, percent=False, chance=0.0, **by_sums(sums, of))
 
 
 METRICS = [
     _mean_of("exact_match", lambda: _exact),
     _mean_of("squad_f1", lambda: _words_f1),
     _mean_of("rouge_l", _rouge_l),
-    Metric("wer", (TEXTS,), higher=False, **by_sums(partial(_errors, "process_words"), ratio)),
-    Metric("cer", (TEXTS,), higher=False, **by_sums(partial(_errors, "process_characters"), ratio)),
+    Metric("wer", (TEXTS,), higher=False, chance=1.0, **by_sums(partial(_errors, "process_words"), ratio)),
+    Metric("cer", (TEXTS,), higher=False, chance=1.0, **by_sums(partial(_errors, "process_characters"), ratio)),
     _sacrebleu("BLEU"),
     _sacrebleu("CHRF"),
 ]

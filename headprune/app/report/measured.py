@@ -13,6 +13,7 @@ from headprune.app.pictures import new_figure
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Figure, Markdown, Strong, Table, bullets, listed, notes_by_size
 from headprune.latency import GenerationRow, LatencyRow
+from headprune.metrics import metric_named
 from headprune.planning import AUTO, STRATEGIES, abouts
 from headprune.timing import ATTENTION, LAUNCH, PROJECTIONS
 
@@ -57,7 +58,7 @@ def _random(metrics: Metrics, budget: BudgetResult) -> str:
 
 def control(metrics: Metrics) -> str:
     """The title of the column for random heads."""
-    mean = "geometric mean" if metrics.metric == "perplexity" else "mean"
+    mean = "geometric mean" if metric_named(metrics.metric).relative else "mean"
     draws = f"random heads: {mean} of {len(metrics.budgets[0].random)} draws (range)"
     treatment = _treatment(metrics)
     return f"chosen against {draws}, both {treatment}" if treatment else draws
@@ -99,7 +100,7 @@ def sizes_figure(metrics: Metrics) -> Figure:
     axis.fill_between(kept[::-1], lows, highs, color=_GREY, alpha=0.2, lw=0)
     axis.axhline(value[0], color="black", lw=0.8, ls=":", label="dense model")
     axis.set(xlabel=f"heads kept, of {kept[0]}", ylabel=f"{metric}, on the reported examples")
-    axis.set_yscale("log" if metric == "perplexity" else "linear")
+    axis.set_yscale("log" if metric_named(metric).relative else "linear")
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8, frameon=False)
     return Figure("tradeoff.png", f"{metric} against heads kept, with random heads and 95 % intervals", figure)
@@ -137,7 +138,7 @@ def comparison_table(metrics: Metrics) -> Table:
 
 def curve_table(metrics: Metrics) -> Table:
     """The metric of every order at every number of heads, on the choosing part."""
-    metric = metrics.metric
+    metric = metrics.curve_metric or metrics.metric
     points = [p for p in metrics.curve if p.method != "dense"]
     methods, rows = [*dict.fromkeys(p.method for p in points)], []
     for asked in sorted({p.asked for p in points}, reverse=True):
@@ -174,14 +175,18 @@ def metrics_table(metrics: Metrics) -> Table:
     def values(title: str, models: Sequence[Measured | None], name: str = metric) -> list[str]:
         return [title, *("–" if m is None else numbers.value(m.metrics[name], name) for m in models)]
 
-    names = [metric, *(n for n in numbers.METRICS if n in dense.metrics and n != metric)]
+    names = [metric, *(n for n in dense.metrics if n != metric)]
     flops = (f"{amounts.flops(b.flops, 4)} ({numbers.share_of(b.flops, dense.flops)})" for b in budgets)
     columns = [
         ["heads kept", f"{budgets[0].total} (dense)", *(str(b.kept) for b in budgets)],
-        *(values(numbers.METRICS.get(n, n), [dense, *(b.pruned for b in budgets)], n) for n in names),
+        *(values(n, [dense, *(b.pruned for b in budgets)], n) for n in names),
         ["p", "", *("" if b.change.p_value is None else f"{b.change.p_value:.2g}" for b in budgets)],
         ["FLOPs", amounts.flops(dense.flops, 4), *flops],
     ]
+    for i, change in enumerate(budgets[0].changes):
+        changes = [b.changes[i] for b in budgets]
+        texts = (f"{numbers.change(each, each.metric)}, {each.verdict}" for each in changes)
+        columns.append([f"change of {change.metric} (95 %)", "", *texts])
     others: dict[str, list[Measured | None]] = {
         f"{metric} without repair": [b.repair.without if b.repair else None for b in budgets],
         "repaired layer by layer only": [*map(verdict.layers_alone, budgets)],
@@ -190,6 +195,21 @@ def metrics_table(metrics: Metrics) -> Table:
     columns += [values(title, [None, *models]) for title, models in others.items() if any(models)]
     head, *rows = zip(*columns, strict=True)
     return Table(head, rows)
+
+
+def answers_table(budget: BudgetResult, metric: str) -> Table:
+    """The answers in texts that changed most, dense and pruned side by side."""
+    rows = [
+        (
+            str(a.row),
+            " / ".join(a.reference),
+            a.dense,
+            a.pruned,
+            *(numbers.value(v, metric) for v in (a.before, a.after)),
+        )
+        for a in budget.answers
+    ]
+    return Table(("row", "reference", "dense", "pruned", f"{metric}: dense", "pruned"), rows)
 
 
 def left_out(metrics: Metrics) -> str:

@@ -11,6 +11,7 @@ from headprune.app.documents import BudgetResult, Examples, Metrics, Run
 from headprune.app.report import measured, numbers, verdict
 from headprune.app.report.content import Block, Markdown, Strong, bullets, capital, listed
 from headprune.evaluation import Change
+from headprune.metrics import metric_named
 from headprune.uncertainty import FEW
 
 _SHARES = {
@@ -61,8 +62,9 @@ def headline(run: Run, metrics: Metrics) -> str:
 def _cost(change: Change, metric: str) -> str:
     if change.verdict == "no measurable change":
         return change.verdict
-    forms = {"accuracy": f"{100 * change.value:+.1f} points", "perplexity": f"{change.value:+.1%}"}
-    return f"{forms.get(metric, f'{change.value:+.3g}')}, measurably {change.verdict}"
+    kind = metric_named(metric)
+    relative = f"{change.value:+.1%}" if kind.relative else f"{change.value:+.3g}"
+    return f"{f'{100 * change.value:+.1f} points' if kind.percent else relative}, measurably {change.verdict}"
 
 
 def _other_changes(budget: BudgetResult) -> str:
@@ -210,7 +212,9 @@ def _trained_on_choosing(run: Run, metrics: Metrics) -> Iterator[str]:
     """A caution if the dense model is clearly better on the choosing part than on the reporting part."""
     dense, metric = metrics.dense, metrics.metric
     (there,) = (p for p in metrics.curve if p.method == "dense")
-    if there.low > dense.high if metric == "accuracy" else there.high < dense.low:
+    if metrics.curve_metric not in ("", metric):
+        return
+    if there.low > dense.high if metric_named(metric).higher else there.high < dense.low:
         split = code(run.parts.choose.split)
         yield (
             f"The dense model's {metric} is {numbers.value(there.value, metric)} where plans were chosen ({split}) and "
@@ -240,8 +244,8 @@ def _worse_on_other_data(metrics: Metrics) -> Iterator[str]:
 
 
 def _carried_by_few(metrics: Metrics) -> Iterator[str]:
-    """Cautions for changes of the loss that rest on so few examples that their interval may be too narrow."""
-    for b in verdict.largest_first(metrics) if metrics.metric != "accuracy" else ():
+    """Cautions for changes of a metric without a scale that rest on so few examples that their interval may be too narrow."""
+    for b in verdict.largest_first(metrics) if not metric_named(metrics.metric).width else ():
         if 0 < b.change.carried_by < FEW <= b.change.examples:
             yield (
                 f"With {head_count(b.kept)}, the change of the loss rests on about {b.change.carried_by:.0f} of the "

@@ -180,6 +180,8 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
     trials = search.trials_of(scene, config, store)
     context = results.PruneContext(config, scene, trials, store, content, console, environment)
+    if scene.metrics:  # one that is not defined here must not stop the run in its last minute
+        context.measure("dense", scene.model)
     result = _search(context, candidates)
     controls = search.random_orders(scene, config, result.fits)
     console.say(*dict.fromkeys(note for fit in result.fits for note in fit.plan.notes))

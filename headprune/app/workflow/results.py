@@ -160,12 +160,12 @@ _SHOWN = 20  # changed answers
 
 def _changed_answers(scene: Scene, dense: Measurement, pruned: Measurement) -> tuple[documents.ChangedAnswer, ...]:
     """The answers in texts that changed the run's metric most, each measured alone."""
-    if not dense.texts:
-        return ()
     part, metric = scene.parts.report, metric_named(scene.metric)
-    references = scene.texts(part).references
+    texts = scene.texts(part)
+    if texts is None or TEXTS not in metric.forms:
+        return ()
     changed = []
-    for index, before, after, right in zip(part.order(), dense.texts, pruned.texts, references, strict=True):
+    for index, before, after, right in zip(part.order(), dense.texts, pruned.texts, texts.references, strict=True):
         if before != after:
             values = (metric.score(Answers(TEXTS, [text], [right])) for text in (before, after))
             was, now = (0.0 if value != value else value for value in values)

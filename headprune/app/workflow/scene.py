@@ -101,17 +101,17 @@ class Scene:
 
     def evaluate(self, model: nn.Module, part: Part, progress: Progress | None = None) -> Measurement:
         """Measure a model on a part, by the run's metrics."""
-        in_texts = any(TEXTS in metric_named(name).forms for name in self.metrics)
-        texts = self.texts(part) if in_texts else None
+        texts = self.texts(part)
         return evaluate(model, part.batches(), metrics=self.metrics, texts=texts, progress=progress)
 
-    def texts(self, part: Part) -> Texts:
-        """How a model answers a part's examples with texts.
+    def texts(self, part: Part) -> Texts | None:
+        """How a model answers a part's examples with texts, if a metric needs them.
 
         Raises:
             HeadPruneError: The model's task has no such answers.
         """
-        return texts_of(part, self.loaded, self.options.measuring)
+        needed = any(TEXTS in metric_named(name).forms for name in self.metrics)
+        return texts_of(part, self.loaded, self.options.measuring) if needed else None
 
     @property
     def maskable(self) -> list[AttentionLayer]:

@@ -131,8 +131,9 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
                 )
                 raise HeadPruneError(message, f"Give --keep, or leave out --metric {scene.metric}.")
             budget.check_dense(subject_for(budget, scene))
+    scene.texts(scene.parts.report)
     metric = scene.own_metric
-    if metric in measurable(scene.model, scene.parts.report.batches()):
+    if metric in measurable(scene.model, scene.parts.report.batches(), scene.metrics):
         return
     what, name = f"The {metric} of {scene.options.model}", scene.loaded.task.name
     if metric == "perplexity":
