@@ -187,7 +187,8 @@ def test_texts_are_measured_as_by_their_libraries(pairs: list[tuple[str, str]]) 
     hypotheses, references = map(list, zip(*pairs, strict=True))
     rouge = RougeScorer(["rougeL"])
     wanted = {
-        "wer": jiwer.wer(references, hypotheses), "cer": jiwer.cer(references, hypotheses),
+        "wer": jiwer.wer(references, hypotheses),
+        "wer_normalised": jiwer.wer(*([re.sub("[,.]", "", t.lower()) for t in ts] for ts in (references, hypotheses))), "cer": jiwer.cer(references, hypotheses),
         "bleu": sacrebleu.corpus_bleu(hypotheses, [references]).score,
         "chrf": sacrebleu.corpus_chrf(hypotheses, [references]).score,
         "rouge_l": np.mean([rouge.score(r, h)["rougeL"].fmeasure for h, r in pairs]),

@@ -70,8 +70,8 @@ def _rouge_l() -> Callable[[str, str], float]:
     return lambda text, reference: float(scorer.score(reference, text)["rougeL"].fmeasure)
 
 
-def _errors(process: str, answers: Answers) -> np.ndarray:
-    """``[examples, 2]``: wrong, missing and superfluous words or characters, and those of the reference."""
+def _errors(process: str, clean: Callable[[str], str], answers: Answers) -> np.ndarray:
+    """``[examples, 2]``: wrong, missing and superfluous words or characters of cleaned texts, and those of the reference."""
     try:
         import jiwer
     except ImportError as error:
@@ -80,10 +80,21 @@ def _errors(process: str, answers: Answers) -> np.ndarray:
     for text, reference in zip(answers.predictions, answers.references, strict=True):
         if not isinstance(reference, str):
             raise ValueError("an example has several references")
-        edits = getattr(jiwer, process)(reference, text)
+        edits = getattr(jiwer, process)(clean(reference), clean(text))
         changed = edits.substitutions + edits.deletions
         rows.append([changed + edits.insertions, changed + edits.hits])
     return np.array(rows, dtype=float)
+
+
+def _basic(text: str) -> str:
+    """A text without case and punctuation, as Whisper's authors compare texts (Radford et al. 2022, appendix C)."""
+    from transformers.models.whisper.english_normalizer import BasicTextNormalizer
+
+    return str(BasicTextNormalizer()(text)).strip()
+
+
+def _error_rate(name: str, process: str, clean: Callable[[str], str] = str) -> Metric:
+    return Metric(name, (TEXTS,), higher=False, chance=1.0, **by_sums(partial(_errors, process, clean), ratio))
 
 
 def _sacrebleu(kind: str) -> Metric:
@@ -113,8 +124,9 @@ METRICS = [
     _mean_of("exact_match", lambda: _exact),
     _mean_of("squad_f1", lambda: _words_f1),
     _mean_of("rouge_l", _rouge_l),
-    Metric("wer", (TEXTS,), higher=False, chance=1.0, **by_sums(partial(_errors, "process_words"), ratio)),
-    Metric("cer", (TEXTS,), higher=False, chance=1.0, **by_sums(partial(_errors, "process_characters"), ratio)),
+    _error_rate("wer", "process_words"),
+    _error_rate("wer_normalised", "process_words", _basic),
+    _error_rate("cer", "process_characters"),
     _sacrebleu("BLEU"),
     _sacrebleu("CHRF"),
 ]
