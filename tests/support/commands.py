@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from headprune.app.options import DataOptions, Options
 from headprune.app.workflow import open_scene
-from headprune.cli.app import RETIRED as RETIRED
 from headprune.cli.app import app
 
 ROOT = Path(__file__).parents[2]
