@@ -242,6 +242,5 @@ def demo(
         search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
         config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
         workflow.prune_run(config, folder, console)
-        room.remember(folder)
     tables.print_scores(console, folder.read_scores())
     tables.print_pruned(console, folder)

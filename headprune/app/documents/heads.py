@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -85,10 +84,6 @@ class SampleLayer:
         data = np.frombuffer(base64.b64decode(self.weights), np.uint8).reshape(self.shape)
         return np.multiply(data, self.scale / 255, dtype=np.float32)
 
-    def __post_init__(self) -> None:
-        if len(base64.b64decode(self.weights)) != math.prod(self.shape):
-            raise ValueError("weights do not have the shape that is given")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -109,15 +104,6 @@ class Sample:
     def layer(self, index: int) -> SampleLayer | None:
         """The layer with this index; None if its weights could not be read."""
         return next((layer for layer in self.layers if layer.layer == index), None)
-
-    def __post_init__(self) -> None:
-        for layer in self.layers:
-            for name in (layer.queries, layer.keys):
-                if name not in self.positions:
-                    raise ValueError(f"layer {layer.layer} has no positions {name!r:.60}")
-            held = len(self.positions[layer.queries].labels) if layer.rows is None else len(layer.rows)
-            if layer.shape[1:] != (held, len(self.positions[layer.keys].labels)):
-                raise ValueError(f"layer {layer.layer} does not have the shape of its positions")
 
 
 @dataclass(frozen=True, kw_only=True)

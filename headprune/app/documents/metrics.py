@@ -217,12 +217,6 @@ class BudgetResult:
     dtype: str | None = None
     loads: str = ""
 
-    def __post_init__(self) -> None:
-        if any(len(set(heads)) < len(heads) for heads in self.drop.values()):
-            raise ValueError("a head is listed twice")
-        if self.kept > self.total:
-            raise ValueError("more heads are kept than there are")
-
     @property
     def runs_code(self) -> bool:
         """Whether loading the folder runs code that came with the dense model."""

@@ -256,7 +256,3 @@ class FinetuneRecord(File):
     training: Training
     models: dict[str, Measured]
     changes: dict[str, Change]
-
-    def __post_init__(self) -> None:
-        if {*self.models} != {"dense", "pruned", "finetuned"} or {*self.changes} != {"pruned", "finetuned", "gain"}:
-            raise ValueError("models or changes are not those of a fine-tuning")

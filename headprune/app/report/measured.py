@@ -22,57 +22,32 @@ _BLUE, _GREY = "#0072B2", "#7f7f7f"  # Okabe and Ito's blue, and grey for the ra
 def sizes_table(metrics: Metrics) -> Table:
     """The dense model, then the pruned ones by size; the recommended one stands out."""
     metric, dense, first = metrics.metric, metrics.dense, verdict.headline_row(metrics.latency)
-    of_all = precisions(metrics)
-    saved = f"size in {next(iter(of_all))}" if len(of_all) == 1 else "size as saved" if of_all else ""
 
     def size(model: Dense | BudgetResult) -> str:
-        precision = f" in {model.dtype}" if len(of_all) > 1 else ""
-        return f"{amounts.size(model.weights, 3)}{precision}" if model.weights else ""
+        return f"{amounts.size(model.weights, 3)} in {model.dtype}" if model.weights else ""
 
     head = (
-        "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", control(metrics),
-        f"speed at {numbers.shape(first)} (95 %)", "speed verdict", numbers.with_more("parameters", saved),
+        "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", f"speed at {numbers.shape(first)} (95 %)", "speed verdict",
+        numbers.with_more("parameters", "size as saved" if dense.weights else ""),
     )  # fmt: skip
     parameters = numbers.with_more(f"{dense.parameters:,}", size(dense))
     total = f"{metrics.budgets[0].total} (dense)"
-    rows = [(total, numbers.interval(dense, metric), "", "", "", "", "", parameters)]
+    rows = [(total, numbers.interval(dense, metric), "", "", "", "", parameters)]
     for b in verdict.largest_first(metrics):
         share = numbers.share_of(b.parameters, dense.parameters)
         speed = first.speedups[b.name]
         rows.append((
             str(b.kept), numbers.interval(b.pruned, metric), numbers.change(b.change, metric), b.change.verdict,
-            _random(metrics, b), numbers.ratio(speed), speed.verdict,
-            numbers.with_more(f"{b.parameters:,}", share, size(b)),
+            numbers.ratio(speed), speed.verdict, numbers.with_more(f"{b.parameters:,}", share, size(b)),
         ))  # fmt: skip
     result = verdict.judge(metrics)
     return Table(head, rows, 1 + verdict.largest_first(metrics).index(result.budget) if result.recommended else None)
-
-
-def _random(metrics: Metrics, budget: BudgetResult) -> str:
-    pair, metric = verdict.against_random(metrics, budget), metrics.metric
-    low, high = (numbers.value(extreme(budget.random), metric) for extreme in (min, max))
-    draws = f"{numbers.value(pair.mean, metric)} ({low} to {high})"
-    return f"{numbers.value(pair.value, metric)} against {draws}" if _treatment(metrics) else draws
-
-
-def control(metrics: Metrics) -> str:
-    """The title of the column for random heads."""
-    mean = "geometric mean" if metrics.metric == "perplexity" else "mean"
-    draws = f"random heads: {mean} of {len(metrics.budgets[0].random)} draws (range)"
-    treatment = _treatment(metrics)
-    return f"chosen against {draws}, both {treatment}" if treatment else draws
 
 
 def _treatment(metrics: Metrics) -> str:
     """How chosen heads were treated to compare them with random ones, if the saved models got more than that; else ""."""
     cheaper = any(map(verdict.layers_alone, metrics.budgets))
     return " and ".join(["repaired layer by layer"] * cheaper + ["before training"] * verdict.trained(metrics))
-
-
-def precisions(metrics: Metrics) -> set[str]:
-    """The precisions that models are saved in, the dense one included; empty if older files do not say it."""
-    models: list[Dense | BudgetResult] = [metrics.dense, *metrics.budgets]
-    return {model.dtype for model in models if model.dtype and model.weights}
 
 
 def sizes_figure(metrics: Metrics) -> Figure:
@@ -188,6 +163,11 @@ def metrics_table(metrics: Metrics) -> Table:
         "before training": [*map(verdict.untrained, budgets)] if verdict.trained(metrics) else [],
     }
     columns += [values(title, [None, *models]) for title, models in others.items() if any(models)]
+    mean = "geometric mean" if metric == "perplexity" else "mean"
+    columns.append([f"random heads: {mean} of {len(budgets[0].random)} draws (range)", "–"])
+    for b in budgets:
+        draws = (numbers.mean_of(b.random, metric), min(b.random), max(b.random))
+        columns[-1].append("{} ({} to {})".format(*(numbers.value(draw, metric) for draw in draws)))
     head, *rows = zip(*columns, strict=True)
     return Table(head, rows)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 
 from headprune.amounts import code, head_count
 from headprune.app.documents import BudgetResult, Examples, Metrics, Run
@@ -13,10 +12,6 @@ from headprune.app.report.content import Block, Markdown, Strong, bullets, capit
 from headprune.evaluation import Change
 from headprune.uncertainty import FEW
 
-_SHARES = {
-    Fraction(1, 2): "half", Fraction(1, 3): "a third", Fraction(2, 3): "two thirds", Fraction(1, 4): "a quarter",
-    Fraction(3, 4): "three quarters", Fraction(1): "all",
-}  # fmt: skip
 _REFITTED = "the kept heads' weights refitted by least squares"
 
 
@@ -37,7 +32,7 @@ def headline(run: Run, metrics: Metrics) -> str:
     b, metric = result.budget, metrics.metric
     dense, pruned = (numbers.value(m.metrics[metric], metric) for m in (metrics.dense, b.pruned))
     cost, speed = _cost(b.change, metric), _speed(run, metrics, b)
-    heads, beside = _heads(b), _other_changes(b)
+    heads, beside = f"{b.total - b.kept} of the {b.total} heads", _other_changes(b)
     if result.conclusion == verdict.GUESSING:
         level = numbers.value(metrics.dense.guessing or 0.0, metric)
         return (
@@ -55,7 +50,7 @@ def headline(run: Run, metrics: Metrics) -> str:
         return f"Removing {heads} worsens the {metric}{beside}: {against}."
     if b.change.verdict != "better" and verdict.loss_within(metrics, b.change) > 0:
         cost = f"{cost}; {possible}"
-    return f"{capital(heads)} can go{beside}: {metric} {pruned} against {dense} ({cost}), {speed}."
+    return f"{heads} can go{beside}: {metric} {pruned} against {dense} ({cost}), {speed}."
 
 
 def _cost(change: Change, metric: str) -> str:
@@ -92,12 +87,6 @@ def _speed(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
     return text if limit.ratio <= gain.ratio else f"{text}; removing every head would give {limit.ratio:.2f}x"
 
 
-def _heads(budget: BudgetResult) -> str:
-    gone = budget.total - budget.kept
-    share = _SHARES.get(Fraction(gone, budget.total))
-    return f"{share} of the heads ({gone} of {budget.total})" if share else f"{gone} of the {budget.total} heads"
-
-
 def rule(metrics: Metrics) -> str:
     """By what rule a model is recommended, or why none is."""
     result = verdict.judge(metrics)
@@ -113,11 +102,16 @@ def rule(metrics: Metrics) -> str:
 
 def over_random_line(metrics: Metrics) -> str:
     """Whether the chosen heads beat random ones in the same number."""
+
+    def size(b: BudgetResult) -> str:
+        gain = numbers.change(b.over_random, metrics.metric).replace(" (", ", ") if b.over_random else ""
+        return f"{head_count(b.kept)}{f' ({gain}' if gain else ''}"
+
     pairs = [verdict.against_random(metrics, b) for b in verdict.largest_first(metrics)]
     answers = {"better": "yes", "worse": "no, worse", "no measurable difference": "no measurable difference"}
     parts = []
     for word, answer in answers.items():
-        if some := [f"{head_count(p.budget.kept)}{_gain(p, metrics.metric)}" for p in pairs if p.verdict == word]:
+        if some := [size(p.budget) for p in pairs if p.verdict == word]:
             parts.append(f"{answer} with {listed(some)}")
     text = f"Better than random heads? {capital('; '.join(parts))}."
     if verdict.trained(metrics):
@@ -131,13 +125,6 @@ def over_random_line(metrics: Metrics) -> str:
     if any(b.over_random for b in metrics.budgets):
         text += " The intervals cover the choice of examples, not the draw of random heads."
     return text
-
-
-def _gain(pair: verdict.AgainstRandom, metric: str) -> str:
-    """The metric with chosen and with random heads, and the change, in brackets."""
-    against = f"{numbers.value(pair.value, metric)} against {numbers.value(pair.mean, metric)}"
-    change = pair.budget.over_random
-    return f" ({against}: {numbers.change(change, metric).replace(' (', ', ')}" if change else f" ({against})"
 
 
 def usage(run: Run, metrics: Metrics) -> str:
@@ -170,11 +157,10 @@ def precision(run: Run, metrics: Metrics) -> str:
     saved, computed = verdict.judge(metrics).budget.dtype, run.model.dtype
     if not saved or saved == computed:
         return ""
-    as_dense = ", as the dense checkpoint is" if len(measured.precisions(metrics)) == 1 else ""
+    as_dense = ", as the dense checkpoint is" if saved == metrics.dense.dtype else ""
     text = f"Weights are saved in {saved}{as_dense}; all models, the dense one too, were measured in {computed}"
-    if computed != "float32":
-        return f"{text}."
-    return f'{text}, as `headprune.load(folder).float()` gives, or `from_pretrained(folder, dtype="float32", …)`.'
+    widened = ', as `headprune.load(folder).float()` gives, or `from_pretrained(folder, dtype="float32", …)`'
+    return f"{text}{widened if computed == 'float32' else ''}."
 
 
 # -- what a reader must know before believing the headline ------------------------------------------

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headprune.app.documents import BudgetResult, Latencies, Measured, Metrics
-from headprune.app.report.numbers import mean_of
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
 
@@ -74,13 +73,11 @@ class AgainstRandom:
 
     Attributes:
         value: The metric with the chosen heads, before any training.
-        mean: The mean of the random draws (`mean_of`).
         verdict: ``"better"`` or ``"worse"`` (than the mean beyond chance, and than every draw), or ``"no measurable difference"``.
     """
 
     budget: BudgetResult
     value: float
-    mean: float
     verdict: str
 
 
@@ -94,7 +91,7 @@ def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
     word = "better" if better else "worse" if worse else ""
     if not word or (budget.over_random is not None and budget.over_random.verdict != word):
         word = "no measurable difference"
-    return AgainstRandom(budget, value, mean_of(draws, metrics.metric), word)
+    return AgainstRandom(budget, value, word)
 
 
 def layers_alone(budget: BudgetResult) -> Measured | None:

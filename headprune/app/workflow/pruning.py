@@ -174,9 +174,6 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     store = store_of(folder, "prune", scene, *facts, say=console.say)
     assert store.folder is not None
     content = runs.RunFolder(store.folder / "content")
-    result_name = f"{store.folder.name} {[*also, *config.exports]}"
-    if current().first("published before", partial(was_published, folder, content, result_name)):
-        return documents.Metrics.read(folder.metrics_path)  # this command was killed while it moved its files
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
     trials = search.trials_of(scene, config, store)
     context = results.PruneContext(config, scene, trials, store, content, console, environment)
@@ -201,7 +198,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
         # Last, since it names the other documents by their checksums.
         content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))
         report.write_cards(content)
-        publish(folder, content, result_name)
+        publish(folder, content)
 
     current().first("writing the run", write)
     return metrics
@@ -293,16 +290,8 @@ def store_of(folder: runs.RunFolder, name: str, scene: Scene, *facts: Any, say: 
     return folder.store(say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
 
 
-def was_published(folder: runs.RunFolder, content: runs.RunFolder, name: str) -> bool:
-    """Whether this result was already published here, by the same command, which was then killed."""
-    return folder.store().known("published") == name and not content.path.exists()
-
-
-def publish(folder: runs.RunFolder, content: runs.RunFolder, name: str = "") -> None:
+def publish(folder: runs.RunFolder, content: runs.RunFolder) -> None:
     """Write the report of a complete run, and replace the folder's content by the run.
-
-    Args:
-        name: The result's name, by which a command that was killed sees that it is published already (`was_published`).
 
     Raises:
         HeadPruneError: The report could not be written; all else is published. Or the disk is full: then nothing is, and the old
@@ -315,7 +304,6 @@ def publish(folder: runs.RunFolder, content: runs.RunFolder, name: str = "") -> 
         if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
             raise
         trouble = error
-    folder.store().keep("published", name)
     folder.publish(content.path)
     if trouble is not None:
         folder.clear_unfinished()  # it is not needed any more
