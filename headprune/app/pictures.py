@@ -43,14 +43,13 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> 
 
 def png(figure: Drawing) -> bytes:
     """A figure as a PNG file; the same figure gives the same bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    size = canvas.get_width_height()
-    picture = Image.frombuffer("RGBA", size, bytes(canvas.buffer_rgba())).convert("RGB")
-    file = io.BytesIO()
-    few = picture.quantize(_COLOURS, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
+    drawn, file = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png")
+    few = (
+        Image.open(drawn)
+        .convert("RGB")
+        .quantize(_COLOURS, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
+    )
     few.save(file, "PNG", optimize=True)
     return file.getvalue()
 

@@ -122,16 +122,15 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
 def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
     """Print the report's first screen, without what is printed elsewhere, and the section on other data."""
     from headprune.app.report import measured, opening
-    from headprune.app.report.content import Strong, Table
 
-    told = (opening.rule(metrics), opening.over_random_line(metrics), opening.precision(run, metrics))
-    other = [measured.other_table(metrics)] if metrics.also else []
-    for block in (*opening.summary(run, metrics), "\n".join(filter(None, told)), *other):
-        if isinstance(block, Table):
-            title = "On other data" if block.head[0] == "data" else "Dense and pruned"
-            print_table(console, title, block)
-        else:
-            console.result(f"\n{f'{block.lead} {block.text}'.strip() if isinstance(block, Strong) else block}")
+    console.result(f"\n{opening.headline(run, metrics)}")
+    for text in opening.cautions(run, metrics):
+        console.result(f"\nCaution: {text}")
+    print_table(console, "Dense and pruned", measured.sizes_table(metrics))
+    lines = (opening.rule(metrics), opening.over_random_line(metrics), opening.precision(run, metrics))
+    console.result("\n" + "\n".join(filter(None, lines)))
+    if metrics.also:
+        print_table(console, "On other data", measured.other_table(metrics))
 
 
 def print_loading(console: Console, folder: Path) -> None:

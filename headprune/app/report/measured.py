@@ -11,7 +11,7 @@ from headprune import amounts
 from headprune.app.documents import DISTURBED, BudgetResult, Dense, Measured, Metrics, TimeParts
 from headprune.app.pictures import new_figure
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Figure, Markdown, Strong, Table, bullets, listed, notes_by_size
+from headprune.app.report.content import Figure, Table, listed, notes_by_size
 from headprune.latency import GenerationRow, LatencyRow
 from headprune.planning import AUTO, STRATEGIES, abouts
 from headprune.timing import ATTENTION, LAUNCH, PROJECTIONS
@@ -80,8 +80,8 @@ def sizes_figure(metrics: Metrics) -> Figure:
     return Figure("tradeoff.png", f"{metric} against heads kept, with random heads and 95 % intervals", figure)
 
 
-def orders(metrics: Metrics) -> Markdown:
-    """A list that explains the orders named in a report, by their strategies' descriptions."""
+def orders(metrics: Metrics) -> dict[str, str]:
+    """What each order named in a report is, by its strategy's description."""
     planning = metrics.planning
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
@@ -90,7 +90,7 @@ def orders(metrics: Metrics) -> Markdown:
     about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}" if by_scores else ""
     other = f"By the scores of that name ({by_scores.name}): {about}" if by_scores else ""
     texts = {name: known.get(name, other) for name in names if name not in ("", "dense")}
-    return bullets(Strong(f"{name}:", text) for name, text in texts.items() if text)
+    return {name: text for name, text in texts.items() if text}
 
 
 def comparison_table(metrics: Metrics) -> Table:

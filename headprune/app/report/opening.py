@@ -7,18 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from headprune.amounts import code, head_count
 from headprune.app.documents import BudgetResult, Examples, Metrics, Run
-from headprune.app.report import measured, numbers, verdict
-from headprune.app.report.content import Block, Markdown, Strong, bullets, capital, listed
+from headprune.app.report import numbers, verdict
+from headprune.app.report.content import Markdown, bullets, capital, listed
 from headprune.evaluation import Change
 from headprune.uncertainty import FEW
 
 _REFITTED = "the kept heads' weights refitted by least squares"
-
-
-def summary(run: Run, metrics: Metrics) -> list[Block]:
-    """The verdict, cautions, and the table of plans."""
-    warnings = [Strong("Caution:", text) for text in cautions(run, metrics)]
-    return [Strong(headline(run, metrics)), *warnings, measured.sizes_table(metrics)]
 
 
 def extremes(heads: Sequence[tuple[str, float, float]]) -> str:

@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from headprune.amounts import visible
 from headprune.app.report import heads, numbers, opening, verdict
-from headprune.app.report.content import Documents, Section, Strong, Table, block_of, blocks_of
+from headprune.app.report.content import Documents, Section, Table, block_of, text_of
 from headprune.inputs import map_leaves
 from headprune.scoring.scores import HeadScores
 
@@ -34,7 +34,7 @@ def render(documents: Documents, sections: Sequence[Section], pictures: Mapping[
     return template.render(
         assets, title=visible(sections[0].title), opening=first, sections=Markup("").join(others),
         heads=_html(block_of(_heads(documents)), "Table of all heads", {}),
-        explained=_html(blocks_of(Strong(f"{s.method}:", heads.basis(s)) for s in documents.rankings), "", {}),
+        explained=_html("\n\n".join(f"**{text_of(s.method)}:** {text_of(heads.basis(s))}" for s in documents.rankings), "", {}),
         data=_plain(_sizes(documents) | _attention(documents)),
     )  # fmt: skip
 
