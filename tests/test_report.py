@@ -42,7 +42,7 @@ def with_budget(**changes: Any) -> dict[str, Any]:
 
 
 def planned(**planning: Any) -> dict[str, Any]:
-    return {**METRICS, "planning": {"strategy": "auto", "about": "x", **planning}}
+    return {**METRICS, "planning": {"strategy": "auto", **planning}}
 
 
 def compared(*plans: tuple[str, int]) -> list[dict[str, Any]]:

@@ -114,7 +114,6 @@ class Heads(File):
         examples, tokens: How many of each the profiles are computed from.
         repeated: Sequences of repeated random tokens from which induction and duplicate-token scores are computed; 0 for none.
         unit: The unit of distances: ``"tokens"`` or ``"patches"``.
-        seconds: The time that the profiles took.
     """
 
     kind: ClassVar[str] = "heads"
@@ -125,4 +124,3 @@ class Heads(File):
     unit: str
     layers: tuple[LayerProfile, ...]
     samples: tuple[Sample, ...]
-    seconds: float = 0.0

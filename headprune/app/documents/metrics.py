@@ -42,7 +42,6 @@ class Planning:
 
     Attributes:
         plan: The file of the user's plan; the other fields are then not set.
-        about: What the strategy does.
         protect: Heads that had to stay, as the user wrote them.
         work: What each order cost to make, by its name.
         judged_by: The quantity that orders were compared by; "" for a single order.
@@ -50,7 +49,6 @@ class Planning:
 
     plan: str | None = None
     strategy: str = ""
-    about: str = ""
     protect: str = ""
     min_heads_per_layer: Count = 0
     effort: Effort | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -140,7 +139,6 @@ def _document(
     loaded: LoadedModel, layers: Sequence[AttentionLayer], batches: Sequence[Any], samples: Sequence[tuple[Any, bool]],
     longest: int, seed: int,
 ) -> Heads:  # fmt: skip
-    started = time.monotonic()
     separators: list[Any] = [getattr(owner, "sep_token_id", None) for owner in (loaded.processor, loaded.config)]
     profiles = profile_heads(loaded.model, batches, layers, separators=separators, seed=seed)
     seen = [layer for layer in layers if layer.name not in profiles.unseen]
@@ -154,7 +152,7 @@ def _document(
     )  # fmt: skip
     return Heads(
         examples=profiles.examples, tokens=profiles.tokens, repeated=profiles.repeated, unit=unit, layers=described,
-        samples=tuple(sample for sample in shown if sample.layers), seconds=round(time.monotonic() - started, 2),
+        samples=tuple(sample for sample in shown if sample.layers),
     )  # fmt: skip
 
 

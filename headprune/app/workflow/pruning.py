@@ -30,11 +30,11 @@ from headprune.store import Store, digest
 
 def score_run(options: Options, folder: runs.RunFolder, console: Console) -> tuple[Scene, list[HeadScores]]:
     """Score a model by each of the options' methods and write the run folder."""
-    started, methods = time.monotonic(), options.methods
+    started = time.monotonic()
     scene = open_scene(options, console, labelled=None)
-    run = run_document(scene, methods, folder)
+    run = run_document(scene, folder)
     announce(console, lambda: cost_of_scores(scene))
-    scores, store = score_all(scene, methods, folder, console)
+    scores, store = score_all(scene, options.methods, folder, console)
 
     def write() -> None:
         content = runs.RunFolder(folder.unfinished / "content")
@@ -85,7 +85,7 @@ def write_heads(scene: Scene, store: Store, content: runs.RunFolder, console: Co
         console.say(f"What the heads do cannot be shown: {error.args[0]}")
 
 
-def run_document(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -> documents.Run:
+def run_document(scene: Scene, folder: runs.RunFolder) -> documents.Run:
     """The content of run.json, but for the run's time; made before the long work, so that it is known to be writable."""
     attention = getattr(scene.model.config, "_attn_implementation", None)
     parameter = next(scene.model.parameters())
@@ -97,8 +97,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -
         layers=tuple(map(documents.LayerFacts.of, scene.layers)),
     )  # fmt: skip
     return documents.Run(
-        commands=(runs.command_line(),), when=runs.now(), seconds=(), options=scene.options,
-        methods=tuple(method_and_settings(text)[0] for text in methods), model=facts, folder=str(folder.path),
+        commands=(runs.command_line(),), when=runs.now(), seconds=(), options=scene.options, model=facts, folder=str(folder.path),
         environment=runs.environment(str(model_device(scene.model))), **_cut_of(scene),
     )  # fmt: skip
 
@@ -160,12 +159,11 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     scene = open_to_prune(config, scores, console)
     if half := scene.loaded.stored:
         console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
-    methods = config.methods if source else config.methods_to_score
-    run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
+    run = run_document(scene, folder) if source is None else run_after(source.read_run(), scene, folder)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
     scored = Store()
     if source is None:
-        scores, scored = score_all(scene, methods, folder, console)
+        scores, scored = score_all(scene, config.methods_to_score, folder, console)
     # Second datasets change other results only by training, which leaves out their examples.
     also = [part.content_hash for part in scene.parts.also]
     candidates = config.candidates(scores)
