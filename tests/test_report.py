@@ -495,7 +495,7 @@ def test_chosen_heads_beside_random_ones(report: Any) -> None:
     text, caution = report(data), "measurably beat as many random ones"
     assert (
         "- Better than random heads? Yes with 3 heads (+10.00 points, +5.00 to +15.00); no measurable difference with "
-        "2 heads (+10.00 points, +5.00 to +15.00). The intervals cover the choice of examples, not the draw of random "
+        "2 heads (+10.00 points, +5.00 to +15.00).\n"
     ) in text
     assert caution not in text
     data["budgets"][0]["random"] = [0.5, 0.75]  # beyond chance for these examples, but one draw was better
@@ -526,7 +526,8 @@ def test_random_heads_are_not_compared_with_trained_ones(report: Any) -> None:
     before = {**MEASURED, "metrics": {**MEASURED["metrics"], "accuracy": 0.6}}
     data["budgets"][0] |= {"random": [0.6, 0.62], "repair": None, "finetune": {**TRAINED, "before": before}}
     text = report(data)
-    assert "difference with 2 heads. Random heads are not trained, so the chosen ones" in text
+    assert "difference with 2 heads.\n" in text
+    assert "Random heads are not trained, so the chosen ones" in text
     assert "| before training | random heads: mean of 2 draws (range) |" in text
     assert "| 60.0 % | 61.0 % (60.0 % to 62.0 %) |" in text
 
@@ -553,7 +554,7 @@ def test_cautions(report: Any) -> None:
     assert hurts not in text
     run = copy.deepcopy(RUN)
     run["parts"]["report"]["shortened"] = 7
-    assert "**Caution:** 7 of the 200 reported texts were cut at their end: they are longer" in report(METRICS, run=run)
+    assert "**Caution:** 7 of the 200 reported texts cut at their end: longer" in report(METRICS, run=run)
     for metric, low, high, trained in (
         ("accuracy", 0.95, 0.99, True), ("accuracy", 0.80, 0.90, False), ("perplexity", 1.0, 2.0, True), ("perplexity", 95.0, 99.0, False),
     ):  # fmt: skip

@@ -44,12 +44,6 @@ def sizes_table(metrics: Metrics) -> Table:
     return Table(head, rows, 1 + verdict.largest_first(metrics).index(result.budget) if result.recommended else None)
 
 
-def _treatment(metrics: Metrics) -> str:
-    """How chosen heads were treated to compare them with random ones, if the saved models got more than that; else ""."""
-    cheaper = any(map(verdict.layers_alone, metrics.budgets))
-    return " and ".join(["repaired layer by layer"] * cheaper + ["before training"] * verdict.trained(metrics))
-
-
 def sizes_figure(metrics: Metrics) -> Figure:
     """The metric against heads kept: the saved models on the reported examples, beside random heads (the mean of their draws as a line, the
     range as a band).
@@ -62,9 +56,9 @@ def sizes_figure(metrics: Metrics) -> Figure:
     style: dict[str, Any] = {"fmt": "D-", "color": _BLUE, "markersize": 6, "capsize": 3, "zorder": 5}
     spread, name = np.maximum([value - low, high - value], 0), "chosen heads (95 % interval)"
     axis.errorbar(kept, value, spread, **style, label=name)
-    if treatment := _treatment(metrics):
-        alike = [value[0], *(verdict.against_random(metrics, b).value for b in budgets)]
-        name = f"chosen heads, {treatment} like the random ones"
+    alike = [value[0], *(verdict.against_random(metrics, b).value for b in budgets)]
+    if alike != [*value]:
+        name = "chosen heads, repaired and trained no more than the random ones"
         axis.plot(kept, alike, "D:", color=_BLUE, markersize=5, markerfacecolor="white", zorder=4, label=name)
     axis.set_xticks(kept)
     means = [numbers.mean_of(of_size, metric) for of_size in draws[::-1]]

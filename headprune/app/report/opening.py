@@ -107,18 +107,7 @@ def over_random_line(metrics: Metrics) -> str:
     for word, answer in answers.items():
         if some := [size(p.budget) for p in pairs if p.verdict == word]:
             parts.append(f"{answer} with {listed(some)}")
-    text = f"Better than random heads? {capital('; '.join(parts))}."
-    if verdict.trained(metrics):
-        text += " Random heads are not trained, so the chosen ones are compared as they were before training."
-    compared = [p for p in pairs if verdict.layers_alone(p.budget)]
-    if any(p.value != verdict.untrained(p.budget).metrics[metrics.metric] for p in compared):
-        text += (
-            " For this comparison both were repaired layer by layer only. The models above also had the last step of repair, which "
-            "follows the dense model's answers, not the labels, so by chance it may score lower on these examples."
-        )
-    if any(b.over_random for b in metrics.budgets):
-        text += " The intervals cover the choice of examples, not the draw of random heads."
-    return text
+    return f"Better than random heads? {capital('; '.join(parts))}."
 
 
 def usage(run: Run, metrics: Metrics) -> str:
@@ -170,20 +159,18 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
 
 def shortened(part: Examples, role: str) -> Iterator[str]:
     """A caution if texts were truncated."""
-    were, their, they = ("was", "its", "it is") if part.shortened == 1 else ("were", "their", "they are")
     if part.shortened:
         yield (
-            f"{part.shortened:,} of the {part.examples:,} {role} texts {were} cut at {their} end: {they} longer than the model or "
-            "`--max-length` allows."
+            f"{part.shortened:,} of the {part.examples:,} {role} texts cut at their end: longer than the model or `--max-length` allows."
         )
 
 
 def _no_better_than_random(metrics: Metrics) -> Iterator[str]:
     verdicts = {verdict.against_random(metrics, b).verdict for b in metrics.budgets}
     if metrics.planning.plan is None and "better" not in verdicts:
-        several = len(metrics.budgets) > 1
-        sizes = "At none of these sizes did the chosen heads" if several else "The chosen heads did not"
-        yield f"{sizes} measurably beat as many random ones, so this run does not show that it matters which heads go."
+        yield (
+            "At no size did the chosen heads measurably beat as many random ones, so this run does not show that it matters which heads go."
+        )
 
 
 def _trained_on_choosing(run: Run, metrics: Metrics) -> Iterator[str]:
