@@ -59,10 +59,9 @@ TRIALS = [
     {"step": "values", "before": 0.25, "after": 0.375, "examples": 256, "kept": False},
     {"step": "answers", "before": 0.25, "after": math.nan, "examples": 256, "kept": True},
 ]
-LATE = {"asked": "latency 80%", "kind": "latency", "limit": 0.8, "relative": True, "unit": "of the dense model's",
-        "measured": 0.78, "low": 0.77, "high": 0.79, "batch": 32, "length": 9}  # fmt: skip
-PARAMS = {"asked": "params 9.5M", "kind": "params", "limit": 9.5e6, "relative": False, "unit": "parameters",
-          "measured": 9.4e6, "low": 9.4e6, "high": 9.4e6}  # fmt: skip
+LATE = {"asked": "latency 80%", "reading": {"value": 0.78, "low": 0.77, "high": 0.79}, "batch": 32, "length": 9}
+PARAMS = {"asked": "params 9.5M", "reading": {"value": 9.4e6, "low": 9.4e6, "high": 9.4e6}}
+DROP = {"asked": "drop 0.01", "reading": {"value": 0.002, "low": -0.001, "high": 0.008}}
 SPLIT = {"metrics": {"accuracy": 0.65}, "low": 0.6, "high": 0.7, "examples": 200}
 OTHER = {**METRICS["curve"][2], "value": 0.7}
 EXPORTS = [
@@ -103,7 +102,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         "fresh measurement.", "| 2 | ablation, per-layer | `pruned-2/` |",
     ], []),
     "parameters": (with_budget(budget=PARAMS), ["Asked: at most 9,500,000 parameters; with 2 heads it is 9,400,000 parameters."], []),
-    "a drop": (with_budget(budget={**PARAMS, "kind": "drop", "limit": 0.01, "measured": 0.002, "low": -0.001, "high": 0.008}),
+    "a drop": (with_budget(budget=DROP),
                ["are 2: 0.0020 (-0.0010 to 0.0080) there"], []),
     "a plan of the user's": ({**with_budget(method="", strategy="", budget={"asked": "plan my.json"}), "planning": {"plan": "my.json"}}, [
         "| 2 | `my.json` | `pruned-2/` |", "100 (`train`) are not used, 50 (`validation`) are used for the curve only",
@@ -408,8 +407,7 @@ def budgets_of(*changes: tuple[int, float, float, str], metric: str = "accuracy"
 def limited(limit: float) -> dict[str, Any]:
     """The user allowed a drop of this size."""
     data = budgets_of((2, -0.06, 0.01, "worse"))
-    data["budgets"][0]["budget"] = {"asked": f"drop {limit}", "kind": "drop", "limit": limit, "relative": False, "unit": "",
-                                    "measured": 0.05, "low": 0.04, "high": 0.07}  # fmt: skip
+    data["budgets"][0]["budget"] = {"asked": f"drop {limit}", "reading": {"value": 0.05, "low": 0.04, "high": 0.07}}
     return data
 
 

@@ -125,9 +125,9 @@ def _conclusion(metrics: Metrics, budget: BudgetResult) -> str:
 
 def _limit(metrics: Metrics, budget: BudgetResult) -> float:
     """The loss that must be ruled out: the user's limit, or the default margin."""
-    limit = budget.budget.limit if budget.budget else None
-    if limits_metric([budget]) and limit is not None:
-        return _as_share(metrics, limit)
+    asked = budget.budget.parsed if budget.budget else None
+    if asked and asked.by_metric:
+        return _as_share(metrics, asked.amount)
     return TOLERATED.get(metrics.metric, TOLERATED_SHARE)
 
 
