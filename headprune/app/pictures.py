@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from headprune.app.documents import Heads, Positions, Sample, SampleLayer
 from headprune.files import write_file
-from headprune.seeing.roles import MIXED, RULES
+from headprune.seeing.roles import MIXED
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # imported only where one is drawn
@@ -141,22 +142,14 @@ def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]
     axis.tick_params(length=0)
     axis.xaxis.tick_top()
     axis.spines[:].set_visible(False)
-    patches = [Patch(color=colour, label=label) for colour, label in legend_of(roles).items()]
-    widest_label = 2.4 if any(", " in str(patch.get_label()) for patch in patches) else 1.5
-    columns = max(1, min(len(patches), int((1.3 + widest * 0.5) / widest_label)))
+    legend = [
+        Patch(color=_OF_ROLES.get(r, _OF_ROLES[MIXED]), label=f"{r} ({n})") for r, n in Counter(roles).most_common()
+    ]
+    columns = max(1, min(len(legend), int((1.3 + widest * 0.5) / 1.5)))
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.01), "fontsize": 7, "frameon": False}
-    axis.legend(handles=patches, ncols=columns, **below)
+    axis.legend(handles=legend, ncols=columns, **below)
     _titled(axis, sample.title)
     return figure
-
-
-def legend_of(roles: Sequence[str]) -> dict[str, str]:
-    """The roles of each colour, with their numbers of heads. Roles of one colour share an entry."""
-    families: dict[str, list[str]] = {}
-    for role in dict.fromkeys((*(rule.role for rule in RULES), MIXED)):
-        if role in roles:
-            families.setdefault(_OF_ROLES[role], []).append(f"{role} ({roles.count(role)})")
-    return {colour: ", ".join(names) for colour, names in families.items()}
 
 
 def figure_of_head(sample: Sample, layer: SampleLayer, head: int, title: str) -> Drawing:

@@ -142,13 +142,11 @@ def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | 
     paths = [p for p in (root / "scores.json", *root.glob("*/scores.json")) if p.is_file()]
     for path in sorted(paths, key=lambda p: p.stat().st_mtime, reverse=True):
         folder = RunFolder(path.parent)
-        if model is None or _same_model(folder.read_run().options.model, model):
+        if model is None or (scored := folder.read_run().options.model) == model:
+            return folder
+        if Path(scored).exists() and Path(model).exists() and Path(scored).samefile(model):
             return folder
     return None
-
-
-def _same_model(a: str, b: str) -> bool:
-    return a == b or (Path(a).exists() and Path(b).exists() and Path(a).samefile(b))
 
 
 def environment(device: str) -> Environment:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.app.options import DataOptions, Device, LoadOptions
+from headprune.app.options import DataOptions, Device, LoadOptions, Options
 from headprune.cli import tables
 from headprune.cli.app import command
 from headprune.cli.options import Console, Model, Overwrite, Seed, Typed, numbers_in, output_option
@@ -217,8 +217,10 @@ def demo(
 ) -> None:
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/demo/."""
     from headprune.app import demo as room
-    from headprune.app import runs, workflow
+    from headprune.app import runs
     from headprune.app.folders import Folder, claimed, key_of
+    from headprune.app.workflow.pruning import prune_run
+    from headprune.app.workflow.search import PruneConfig
     from headprune.budgets import budget_of
     from headprune.options import SearchOptions
     from headprune.scoring import DEFAULT_METHODS
@@ -238,9 +240,9 @@ def demo(
         ):
             model, data, accuracy = room.prepare(room.HOME, progress)
         console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
-        options = workflow.Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
+        options = Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
         search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
-        config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
-        workflow.prune_run(config, folder, console)
+        config = PruneConfig(options, search, methods=DEFAULT_METHODS)
+        prune_run(config, folder, console)
     tables.print_scores(console, folder.read_scores())
     tables.print_pruned(console, folder)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headprune.app.documents import Metrics, Run, TimeParts
     from headprune.app.report.content import Table
     from headprune.app.runs import RunFolder
-    from headprune.app.workflow import Scene
+    from headprune.app.workflow.scene import Scene
     from headprune.budgets import Fit
     from headprune.latency import GenerationRow, LatencyRow
     from headprune.scoring import HeadScores
