@@ -382,8 +382,8 @@ def test_the_cache_of_data_is_not_the_data(error: OSError, message: str, bert_fo
 
 @pytest.mark.parametrize(("typed", "environment", "code", "says"), [
     ("inspect ./gone", {"PYTHONOPTIMIZE": "2"}, 1, "This Python drops docstrings"),  # not even `headprune methods` ran
-    ("score ./gone --keep 4 2>/dev/full", {}, 2, "headprune: --keep is gone"),  # said on stdout
-    ("score ./gone --keep 4 >/dev/full 2>/dev/full", {}, 2, ""),  # the code alone says it
+    ("score ./gone 2>/dev/full", {}, 1, "headprune: No dataset was given"),  # said on stdout
+    ("score ./gone >/dev/full 2>/dev/full", {}, 1, ""),  # the code alone says it
     ("score --json >&-", {}, 2, "headprune: Missing argument"),
 ])  # fmt: skip
 def test_odd_processes(typed: str, environment: dict[str, str], code: int, says: str) -> None:

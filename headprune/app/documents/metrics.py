@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from headprune.app.documents.run import Environment, Examples, Measured, Training
 from headprune.app.options import FinetuneOptions
-from headprune.budgets import Budget, Fit, Reading, kind_named
+from headprune.budgets import Budget, Reading, budget_of
 from headprune.documents import Beside, Count, File
 from headprune.evaluation import Change
 from headprune.latency import GenerationRow, LatencyRow
@@ -42,7 +42,6 @@ class Planning:
 
     Attributes:
         plan: The file of the user's plan; the other fields are then not set.
-        about: What the strategy does.
         protect: Heads that had to stay, as the user wrote them.
         work: What each order cost to make, by its name.
         judged_by: The quantity that orders were compared by; "" for a single order.
@@ -50,7 +49,6 @@ class Planning:
 
     plan: str | None = None
     strategy: str = ""
-    about: str = ""
     protect: str = ""
     min_heads_per_layer: Count = 0
     effort: Effort | None = None
@@ -64,48 +62,21 @@ class BudgetRecord:
     """A budget, and the pruned model's measured value.
 
     Attributes:
-        asked: As the user wrote it.
-        kind: Its name in `headprune.budgets.BUDGETS`; None, like the fields below, for a number of heads and a user's plan.
-        limit: The most that is allowed: a share of the dense model's, if ``relative``, else in ``unit``.
-        measured: On the pruned model, with its 95 % interval (``low`` to ``high``).
+        asked: As the user wrote it, after its name in `headprune.budgets.BUDGETS`; or the file of a user's plan.
+        reading: Measured on the pruned model: a share of the dense model's, or in the budget's unit. None, like the fields below,
+            for a number of heads and a user's plan.
         batch, length: The input that was timed, for a latency; ``length`` in tokens, 0 where there are none.
     """
 
     asked: str
-    kind: str | None = None
-    limit: float | None = None
-    relative: bool | None = None
-    unit: str | None = None
-    measured: float | None = None
-    low: float | None = None
-    high: float | None = None
+    reading: Reading | None = None
     batch: Count | None = None
     length: Count | None = None
-
-    @classmethod
-    def of(cls, fit: Fit, batch: int | None = None, length: int | None = None) -> BudgetRecord:
-        """The record of a plan's budget and its measured value."""
-        budget, reading = fit.budget, fit.reading
-        if budget is None or reading is None:
-            return cls(asked=fit.plan.budget)
-        return cls(
-            asked=str(budget), kind=budget.kind, limit=budget.amount, relative=budget.relative, unit=budget.amount_unit,
-            measured=reading.value, low=reading.low, high=reading.high, batch=batch, length=length,
-        )  # fmt: skip
 
     @property
     def parsed(self) -> Budget | None:
         """The `Budget` itself; None where only heads were counted."""
-        if self.kind is None or self.limit is None:
-            return None
-        return kind_named(self.kind)(self.asked.partition(" ")[2], self.limit, bool(self.relative))
-
-    @property
-    def reading(self) -> Reading | None:
-        """The measured value with its interval; None where only heads were counted."""
-        if self.measured is None or self.low is None or self.high is None:
-            return None
-        return Reading(self.measured, self.low, self.high)
+        return budget_of(self.asked) if self.reading else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,12 +207,6 @@ class BudgetResult:
     weights: Count | None = None
     dtype: str | None = None
     loads: str = ""
-
-    def __post_init__(self) -> None:
-        if any(len(set(heads)) < len(heads) for heads in self.drop.values()):
-            raise ValueError("a head is listed twice")
-        if self.kept > self.total:
-            raise ValueError("more heads are kept than there are")
 
     @property
     def runs_code(self) -> bool:

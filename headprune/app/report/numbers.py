@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,16 +106,12 @@ def with_more(text: str, *more: str) -> str:
 
 
 def name_of(model: str) -> str:
-    """A model's name in a title: a Hub id as it is; for a path the folder's name, after its parent's if that says little.
+    """A model's name in a title: the last two parts of its Hub id or path.
 
-    >>> [name_of(m) for m in ("org/bert", "../real/minilm-rt/", "/runs/digits/model", "a/b/digits-2/pruned-6")]
-    ['org/bert', 'minilm-rt', 'digits/model', 'digits-2/pruned-6']
+    >>> [name_of(m) for m in ("org/bert", "../real/minilm-rt/", "/runs/digits/model")]
+    ['org/bert', 'real/minilm-rt', 'digits/model']
     """
-    parts = [part for part in model.split("/") if part not in ("", ".", "..", "~")]
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) or not parts:
-        return model
-    vague = re.fullmatch(r"(model|checkpoint|pruned|finetuned|best|last|final|output)([-_]?\d+)?", parts[-1])
-    return "/".join(parts[-2:] if vague else parts[-1:])
+    return "/".join([part for part in model.split("/") if part not in ("", ".", "..", "~")][-2:]) or model
 
 
 def to_repeat(command: str) -> str:

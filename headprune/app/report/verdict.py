@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headprune.app.documents import BudgetResult, Latencies, Measured, Metrics
-from headprune.app.report.numbers import mean_of
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
 from headprune.metrics import metric_named
@@ -75,13 +74,11 @@ class AgainstRandom:
 
     Attributes:
         value: The metric with the chosen heads, before any training.
-        mean: The mean of the random draws (`mean_of`).
         verdict: ``"better"`` or ``"worse"`` (than the mean beyond chance, and than every draw), or ``"no measurable difference"``.
     """
 
     budget: BudgetResult
     value: float
-    mean: float
     verdict: str
 
 
@@ -95,7 +92,7 @@ def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
     word = "better" if better else "worse" if worse else ""
     if not word or (budget.over_random is not None and budget.over_random.verdict != word):
         word = "no measurable difference"
-    return AgainstRandom(budget, value, mean_of(draws, metrics.metric), word)
+    return AgainstRandom(budget, value, word)
 
 
 def layers_alone(budget: BudgetResult) -> Measured | None:
@@ -129,9 +126,9 @@ def _conclusion(metrics: Metrics, budget: BudgetResult) -> str:
 
 def _limit(metrics: Metrics, budget: BudgetResult) -> float:
     """The loss that must be ruled out: the user's limit, or the default margin."""
-    limit = budget.budget.limit if budget.budget else None
-    if limits_metric([budget]) and limit is not None:
-        return _as_share(metrics, limit)
+    asked = budget.budget.parsed if budget.budget else None
+    if asked and asked.by_metric:
+        return _as_share(metrics, asked.amount)
     kind, dense = metric_named(metrics.metric), metrics.dense.metrics[metrics.metric]
     return min(TOLERATED, TOLERATED_SHARE * abs(dense) / kind.width) if kind.width else TOLERATED_SHARE
 

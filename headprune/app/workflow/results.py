@@ -127,10 +127,13 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
         without, alone = (documents.Measured.of(each, metric) for each in (unrepaired, like_random))
         gain, layers_alone = compare(unrepaired, pruned, metric), alone if further else None
         repaired = documents.Repaired(**vars(repair), without=without, layers_alone=layers_alone, gain=gain)
-    shape = latency.example_shape(budget_input(scene)) if fit.budget and fit.budget.timed else ()
+    batch, length = latency.example_shape(budget_input(scene)) if fit.budget and fit.budget.timed else (None, None)
+    record = documents.BudgetRecord(
+        asked=str(fit.budget or plan.budget), reading=fit.reading, batch=batch, length=length
+    )
     result = documents.BudgetResult(
         **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")}, name=head_count(plan.kept),
-        budget=documents.BudgetRecord.of(fit, *shape), notes=(*plan.notes, *filter(None, [saved.note])),
+        budget=record, notes=(*plan.notes, *filter(None, [saved.note])),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
         pruned=documents.Measured.of(pruned, metric), change=compare(dense, pruned, metric),
         changes=tuple(compare(dense, pruned, name) for name in scene.metrics[1:]), answers=_changed_answers(scene, dense, pruned),

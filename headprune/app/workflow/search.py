@@ -14,11 +14,11 @@ from headprune.budgets import Budget, Fit, Subject
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import interval, measurable
 from headprune.options import SearchOptions
-from headprune.planning import AUTO, Order, Search, abouts, arrange, needs_scores
+from headprune.planning import AUTO, Order, Search, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
 from headprune.running import tracked
-from headprune.scoring import HeadScores, method_and_settings, score
+from headprune.scoring import HeadScores, score
 from headprune.store import Store
 from headprune.trials import Trials
 
@@ -58,11 +58,6 @@ class PruneConfig:
         return self.needs_scores or (self.plan is None and self.search.strategy == AUTO)
 
     @property
-    def method_names(self) -> list[str]:
-        """The methods, without their settings."""
-        return [method_and_settings(text)[0] for text in self.methods]
-
-    @property
     def methods_to_score(self) -> Sequence[str]:
         """The methods to score by before the search."""
         return self.methods if self.source is None and self.uses_scores else ()
@@ -77,14 +72,15 @@ class PruneConfig:
             return []
         scores = self.source.read_scores()
         known = [s.method for s in scores]
-        if missing := [m for m in self.method_names if m not in known]:
+        if missing := [m for m in self.methods if m not in known]:
             hint = f"It has {', '.join(known)}; score again with --method {missing[0]}."
             raise ScoresError(f"{self.source.scores_path} holds no scores by {missing[0]}.", hint)
         return scores
 
     def candidates(self, scores: Sequence[HeadScores]) -> list[HeadScores]:
-        """The scores to plan by: those asked for, and random only if there is nothing else."""
-        return plan_search.candidates([s for s in scores if s.method in self.method_names] if self.methods else scores)
+        """The scores to plan by: those of ``source`` that were asked for, or all; and random only if there is nothing else."""
+        all_of_them = self.source is None or not self.methods
+        return plan_search.candidates([s for s in scores if all_of_them or s.method in self.methods])
 
     def planning(self, result: plan_search.SearchResult) -> Planning:
         """How the plans were made, for the report."""
@@ -92,7 +88,7 @@ class PruneConfig:
             return Planning(plan=self.plan_file)
         search = self.search
         return Planning(
-            strategy=search.strategy, about=abouts()[search.strategy], protect=str(search.protect),
+            strategy=search.strategy, protect=str(search.protect),
             min_heads_per_layer=search.min_heads_per_layer, effort=effort_named(search.effort), work=dict(result.work),
             judged_by=result.judged_by, compared=result.compared,
         )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -140,7 +138,6 @@ def _document(
     loaded: LoadedModel, layers: Sequence[AttentionLayer], batches: Sequence[Any], samples: Sequence[tuple[Any, bool]],
     longest: int, seed: int,
 ) -> Heads:  # fmt: skip
-    started = time.monotonic()
     separators: list[Any] = [getattr(owner, "sep_token_id", None) for owner in (loaded.processor, loaded.config)]
     profiles = profile_heads(loaded.model, batches, layers, separators=separators, seed=seed)
     seen = [layer for layer in layers if layer.name not in profiles.unseen]
@@ -154,7 +151,7 @@ def _document(
     )  # fmt: skip
     return Heads(
         examples=profiles.examples, tokens=profiles.tokens, repeated=profiles.repeated, unit=unit, layers=described,
-        samples=tuple(sample for sample in shown if sample.layers), seconds=round(time.monotonic() - started, 2),
+        samples=tuple(sample for sample in shown if sample.layers),
     )  # fmt: skip
 
 
@@ -272,39 +269,3 @@ def printable(text: str) -> str:
     """
     shown = {"\n": "⏎", "\t": "→", "\r": "␍", " ": "·"}
     return "".join(shown.get(c, c if c.isprintable() else chr(0x2400 + ord(c)) if ord(c) < 32 else "�") for c in text)
-
-
-# -- heads and roles in the document -----------------------------------------------------------------
-
-
-def head_named(heads: Heads, text: str) -> tuple[LayerProfile, int]:
-    """The layer and the number of a head such as ``L3.H7``.
-
-    Raises:
-        HeadPruneError: There is no such head, or its attention weights could not be read.
-    """
-    match = re.fullmatch(r"L(\d+)\.H(\d+)", text.strip(), re.IGNORECASE)
-    layer = next((a for a in heads.layers if match and a.index == int(match[1])), None)
-    if match is None or layer is None:
-        there = ", ".join(f"L{a.index}" for a in heads.layers)
-        raise HeadPruneError(f"{text!r} is no head of this model.", f"Write it as L3.H7; the layers are {there}.")
-    if layer.unseen:
-        raise HeadPruneError(f"{text}: {layer.unseen}", "Choose another layer.")
-    number, count = int(match[2]), len(layer.heads)
-    if number >= count:
-        raise HeadPruneError(f"Layer L{layer.index} has no head {number}.", f"It has {count}: 0 to {count - 1}.")
-    return layer, number
-
-
-def by_role(heads: Heads) -> list[tuple[str, list[tuple[str, int]], str]]:
-    """The roles, most frequent first, each with its heads (layer name, number) and the clearest of them, in words."""
-    members: dict[str, list[tuple[LayerProfile, int]]] = {}
-    for layer in heads.layers:
-        for h, profile in enumerate(layer.heads):
-            members.setdefault(profile.role, []).append((layer, h))
-    roles = []
-    for role, of_role in sorted(members.items(), key=lambda item: -len(item[1])):
-        layer, h = max(of_role, key=lambda head: head[0].heads[head[1]].clarity)
-        addresses = [(layer.name, h) for layer, h in of_role]
-        roles.append((role, addresses, f"L{layer.index}.H{h}: {layer.heads[h].because}"))
-    return roles
