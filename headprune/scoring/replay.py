@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from headprune.batches import free_memory, halving
 from headprune.gates import Fill, RowsError, gated
 from headprune.inputs import model_device, tensors
-from headprune.memory import free_memory, halving
 from headprune.parallel import current
 from headprune.running import wrapped
 from headprune.scoring.base import NotFiniteError, Problem
