@@ -63,7 +63,7 @@ class Rows:
         Raises:
             HeadPruneError: No tensor has a batch dimension.
         """
-        named = _by_path(batch)
+        named = by_path(batch)
         for path in sorted(named, key=_rank):  # known names first: `find_rows` may not have seen the others
             if (dim := self.dim(path)) is not None and named[path].ndim > dim:
                 return named[path].shape[dim]
@@ -90,7 +90,7 @@ class Rows:
 
     def lengths(self, batch: Any) -> Tensor:
         """Number of tokens of every example, ``[examples]``, from the first 0/1 mask ``[examples, tokens]``; zeros without one."""
-        tables = [t for path, t in _by_path(batch).items() if t.ndim == 2 and self.dim(path) == 0]
+        tables = [t for path, t in by_path(batch).items() if t.ndim == 2 and self.dim(path) == 0]
         mask = next((t for t in tables if bool(((t == 0) | (t == 1)).all())), None)
         return torch.zeros(self.size(batch), dtype=torch.long) if mask is None else (mask != 0).sum(1)
 
@@ -151,7 +151,7 @@ def by_names(example: Any) -> Rows:
         HeadPruneError: Several dimensions of a tensor could be the batch.
     """
     size, unnamed = apparent_size(example), {}
-    for path, t in _by_path(example).items():
+    for path, t in by_path(example).items():
         if t.ndim and _name(path) not in _NAMED:
             if size > 1 and list(t.shape).count(size) > 1:
                 raise _unclear({path: t})
@@ -193,7 +193,7 @@ def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Row
     Raises:
         HeadPruneError: A tensor's batch dimension is ambiguous; the error names the tensor.
     """
-    known = [{path: t for path, t in _by_path(batch).items() if t.ndim} for batch in batches]
+    known = [{path: t for path, t in by_path(batch).items() if t.ndim} for batch in batches]
     paths = list(dict.fromkeys(path for named in known for path in named))
     if not paths:
         raise _NO_TENSOR
@@ -261,7 +261,7 @@ def _follows(whole: Tensor, again: Tensor, index: Sequence[int], size: int) -> b
     return torch.allclose(wanted, again, rtol=0, atol=most * scale, equal_nan=True)
 
 
-def _by_path(batch: Any) -> dict[Path, Tensor]:
+def by_path(batch: Any) -> dict[Path, Tensor]:
     """Every tensor in a batch, by path."""
     named: dict[Path, Tensor] = {}
     _map(batch, named.setdefault)
@@ -280,7 +280,7 @@ def _map(value: Any, change: Callable[[Path, Tensor], Any], path: Path = ()) -> 
 
 
 def _first(batch: Any) -> Tensor | None:
-    named = {path: t for path, t in _by_path(batch).items() if t.ndim}
+    named = {path: t for path, t in by_path(batch).items() if t.ndim}
     return named[min(named, key=_rank)] if named else None
 
 
