@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -32,14 +32,11 @@ from torch import Tensor
 from headprune.attention import AttentionLayer
 from headprune.batches import cost_of
 from headprune.gates import Fill, gated
-from headprune.parallel import current, shares
 from headprune.running import no_progress
 from headprune.scoring.base import Estimate, Problem, method, rounded
 from headprune.scoring.gradient import gate_gradients, separate
 from headprune.scoring.replay import Replay
 from headprune.scoring.statistics import real_queries
-
-_EVEN = 1.15  # a rank's load may be this many times the mean load
 
 FillsOf = Callable[[int, int, Any], Mapping[str, Fill]]
 """(number of the first example, examples, batch) -> the replacement for the heads' output, by layer."""
@@ -111,34 +108,18 @@ def _ablated(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> 
     """The mean over examples of the loss without each head minus the dense loss."""
     every = torch.split(1 - torch.eye(problem.heads), [layer.num_heads for layer in problem.layers])
 
-    def without(i: int, examples: tuple[int, Any, int], some: Sequence[int]) -> Tensor:
-        """The dense losses, then the losses without each head of some consecutive layers: ``[examples, 1 + heads]``."""
-        start, batch, size = examples
-        done = i * problem.heads + sum(map(len, every[: some[0]]))
+    def without(i: int, start: int, batch: Any, size: int) -> Tensor:
+        """The dense losses, then the losses without each head: ``[examples, 1 + heads]``."""
         recording = replay.of(batch, size, fills(start, size, batch) if fills else None)
         columns = [recording.dense]
-        for n in some:
-            columns += recording.losses(every[n])
-            done += len(every[n])
-            problem.progress(done, len(problem.batches) * problem.heads)
+        for gates in every:
+            columns += recording.losses(gates)
+            problem.progress(i * problem.heads + len(columns) - 1, len(problem.batches) * problem.heads)
         return torch.stack(columns, dim=1)
 
-    costs, layers = [cost_of(batch) for batch, _ in problem.batches], range(len(every))
-    parts = [[n] for n in layers] if _uneven(costs, current().size) else [list(layers)]
-    # Cost: one dense pass, and for every head a pass from its layer on.
-    again = [1 + sum(len(every[n]) * (len(every) - n) for n in some) / len(every) for some in parts]
-    numbered = enumerate(problem.numbered())
-    tasks = {f"{i}-{some[0]}-{len(some)}": partial(without, i, batch, some) for i, batch in numbered for some in parts}
-    tables = problem.store.share("ablation", tasks, [cost * more for cost in costs for more in again])
-    by_batch = [tables[i : i + len(parts)] for i in range(0, len(tables), len(parts))]
-    losses = torch.cat([torch.cat([own[0], *(t[:, 1:] for t in own[1:])], dim=1) for own in by_batch])
+    tasks = {f"ablation-{i}": partial(without, i, *batch) for i, batch in enumerate(problem.numbered())}
+    losses = torch.cat(problem.store.share("ablation", tasks, [cost_of(batch) for batch, _ in problem.batches]))
     return Estimate.mean_of(losses[:, 1:] - losses[:, :1], losses[:, 0], replayed=replay.about)
-
-
-def _uneven(costs: Sequence[float], size: int) -> bool:
-    """Whether whole batches would load the ranks unevenly, so that ranks should share out layers as well."""
-    loads = [sum(costs[i] for i in own) for own in shares(len(costs), size, costs)]
-    return size > 1 and max(loads) > _EVEN * sum(loads) / size
 
 
 # -- replacements for a head's output ----------------------------------------------------------------
