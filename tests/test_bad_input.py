@@ -129,7 +129,7 @@ def test_what_is_typed(row: Row, here: Path, files: Path, bert_folder: Path, dat
 def test_what_only_the_model_tells(
     row: Row, here: Path, files: Path, bert_folder: Path, llama_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    for step in ("app.workflow.pruning.score", "app.workflow.results.evaluate", "plan_search.arrange"):
+    for step in ("app.workflow.pruning.score", "app.workflow.scene.evaluate", "plan_search.arrange"):
         monkeypatch.setattr(f"headprune.{step}", Mock(side_effect=AssertionError("the long work began")))
     check(row, here, bert=bert_folder, llama=llama_folder, data=data_folder, files=files)
 

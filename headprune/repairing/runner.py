@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
-from headprune.batches import cost_of, find_rows, nonempty
+from headprune.batches import cost_of, find_rows, is_out_of_memory, nonempty
 from headprune.divergence import part_of, real_tokens
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
-from headprune.memory import is_out_of_memory
 from headprune.parallel import current
 from headprune.repairing.examples import Mixed, mixed_texts, probe_of
-from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
+from headprune.repairing.projections import FOLDS, OutputProjection, Values
 from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing
 from headprune.scoring.base import Problem
 from headprune.scoring.gradient import independent
@@ -289,7 +288,7 @@ class Runner:
 def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:
     """A value projection's output with its values replaced by ``new`` [..., key/value heads, head_dim]."""
     out = out.clone()
-    out[..., at(values.features, out.device).flatten()] = new.flatten(-2).to(out.dtype)
+    out[..., values.features.to(out.device).flatten()] = new.flatten(-2).to(out.dtype)
     return out
 
 

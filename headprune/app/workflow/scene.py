@@ -23,12 +23,11 @@ from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import name_of, narrow, placed, placing_of, stored_size, widen
 from headprune.attention import AttentionLayer
-from headprune.batches import shaped
+from headprune.batches import is_out_of_memory, shaped
 from headprune.errors import HeadPruneError, PruneError, ScoresError, first_line
 from headprune.evaluation import Measurement, Texts, evaluate
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
 from headprune.inputs import call, model_device, move, unlabelled, without_labels
-from headprune.memory import is_out_of_memory
 from headprune.metrics import TEXTS, metric_named
 from headprune.offload import copied
 from headprune.parallel import current
