@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
-from headprune.inputs import model_device
+from headprune.inputs import gathered, model_device
 from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.parallel import current
 from headprune.pruned.structure import remove_biases
@@ -292,16 +292,24 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
 
     def add(i: int) -> None:
         xs, ys, token_weights = runner.recorded_with_weights(i)
+        folds: dict[Any, list[Tensor]] = {}
+        finite: dict[str, Tensor] = {}  # read for all layers at once, since every read waits for the GPU
         for names in directions.in_parts(xs):
             wide = directions.widened(batches[i], xs, ys, names)
             for name in names:
                 for x, y, token_weight in zip(wide[name], ys[name], token_weights[name], strict=True):
-                    folds = folds_of(x, runner, i, runner.layer(name).kind)
+                    kind = runner.layer(name).kind
+                    key = kind, x.shape[:-1], x.device
+                    if key not in folds:
+                        folds[key] = folds_of(x, runner, i, kind)
                     x, y, token_weight = (t.reshape(-1, t.shape[-1]) for t in (x, y, token_weight[..., None]))
-                    for fold, chosen in enumerate(folds):
-                        if not bool(x[chosen].isfinite().all() & y[chosen].isfinite().all()):
-                            raise _not_finite(runner.layer(name), "what goes through its output projection is")
+                    for fold, chosen in enumerate(folds[key]):
+                        fine = (x[chosen].isfinite().all() & y[chosen].isfinite().all())[None]
+                        finite[name] = finite.get(name, fine) & fine
                         sums[name].add(fold, x[chosen], y[chosen], token_weight[chosen, 0])
+        for name, fine in zip(finite, gathered([*finite.values()]).tolist() if finite else (), strict=True):
+            if not fine:
+                raise _not_finite(runner.layer(name), "what goes through its output projection is")
 
     runner.share("statistics", [partial(add, i) for i in range(len(batches))], batches, progress)
     for projection in runner.projections:

@@ -105,13 +105,18 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
     seen: dict[str, Tensor] = {}
 
     def see(batch: Any) -> None:
+        known: dict[Any, Tensor | None] = {}
+
         def on_value(name: str, x: Tensor, out: Tensor) -> None:
             kind = runner.layer(name).kind
             # A cross-attention's values are of the encoder's tokens.
             kind = "encoder" if kind == "cross" else kind
-            real = runner.real(x, batch, kind)
+            key = kind, x.shape[:-1], x.device
+            if key not in known:  # once for all layers with the same tokens, since it waits for the GPU
+                real = runner.real(x, batch, kind)
+                known[key] = None if real is None else real.nonzero().flatten()
             flat = widened(x.detach()).reshape(-1, x.shape[-1])
-            flat = flat if real is None else flat[real]
+            flat = flat if known[key] is None else flat[known[key]]
             flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
             seen[name] = seen.get(name, 0.0) + doubled(flat.T @ flat)
 
