@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headprune.inputs import doubled, widened
 from headprune.parallel import current
-from headprune.repairing.projections import FOLDS, OutputProjection, Values
+from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.repairing.runner import Calls, Runner, replaced, unwatched
 
 _RANKS = (3, 2, 1)  # numbers of further directions to try, in multiples of head_dim
@@ -65,7 +65,7 @@ class Directions:
             def on_value(name: str, x: Tensor, out: Tensor, share: int = share) -> Tensor | None:
                 values = self.values[name]
                 width = values.head_dim
-                q = self.along[name].to(x)[:, share * width : (share + 1) * width]
+                q = at(self.along[name], x.device, x.dtype)[:, share * width : (share + 1) * width]
                 if name not in chosen or not q.shape[1]:
                     return None
                 other = torch.nn.functional.pad(x @ q, (0, width - q.shape[1]))
@@ -77,7 +77,7 @@ class Directions:
                 width = min(values.head_dim, self.rank(name) - share * values.head_dim)
                 for call_, x in zip(parts[name], calls[name], strict=True):
                     if width > 0:
-                        call_.append(x[..., values.columns.to(x.device)][..., :width])
+                        call_.append(x[..., at(values.columns, x.device)][..., :width])
 
         def joined(x: Tensor, more: list[Tensor]) -> Tensor:
             return torch.cat([x, torch.cat(more, dim=-1).flatten(-2)], dim=-1) if more else x

@@ -20,7 +20,7 @@ from headprune.inputs import doubled, gathered
 from headprune.repairing.answers import DenseAnswers, logits_by_example
 from headprune.repairing.calibration import Calibration
 from headprune.repairing.layers import downhill
-from headprune.repairing.projections import OutputProjection
+from headprune.repairing.projections import OutputProjection, at
 from headprune.repairing.results import AnswersRepair, LeftOut, RepairWeights
 from headprune.repairing.runner import Seen
 
@@ -54,7 +54,7 @@ class Coordinates:
         gradients = []
         for name, own in self.chosen.items():
             products = self._products(name, parts[name])
-            gradients.append(torch.cat([some.flatten(1)[:, own.to(some.device)] for some in products]))
+            gradients.append(torch.cat([some.flatten(1)[:, at(own, some.device)] for some in products]))
         return gathered(gradients, dim=1)
 
     def matrices(self, change: Tensor) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ class Coordinates:
     def _products(self, name: str, part: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
         """One matrix's gradients in its eigenvector bases, ``[rows, some, some]``, in parts that fit into memory."""
         x, slopes = part
-        left, right = self.inputs[name].to(x), self.outputs[name].to(x)
+        left, right = at(self.inputs[name], x.device).to(x.dtype), at(self.outputs[name], x.device).to(x.dtype)
         each = 4 * len(slopes) * left.shape[1] * right.shape[1]
         size = max(1, _MOST_GRADIENTS // max(1, each))
         for some, own in zip(torch.split(x, size), torch.split(slopes, size, dim=1), strict=True):

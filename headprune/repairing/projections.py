@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.offload import is_elsewhere, on_disk, place_of, value_of
@@ -103,6 +104,21 @@ class Values:
     @property
     def head_dim(self) -> int:
         return self.columns.shape[1]
+
+
+def at(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on this device and in this dtype. The copy is cached, since every copy waits for the GPU."""
+    dtype = dtype or tensor.dtype
+    if (tensor.device, tensor.dtype) == (device, dtype):
+        return tensor
+    copies: dict[Any, Tensor] = _COPIES.get(tensor) or {}
+    _COPIES[tensor] = copies
+    if (device, dtype) not in copies:
+        copies[device, dtype] = tensor.to(device, dtype)
+    return copies[device, dtype]
+
+
+_COPIES: MutableMapping[Tensor, dict[Any, Tensor]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from headprune.divergence import part_of, real_tokens
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.parallel import current
 from headprune.repairing.examples import Mixed, mixed_texts, probe_of
-from headprune.repairing.projections import FOLDS, OutputProjection, Values
+from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing
 from headprune.scoring.base import Problem
 from headprune.scoring.gradient import independent
@@ -288,7 +288,7 @@ class Runner:
 def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:
     """A value projection's output with its values replaced by ``new`` [..., key/value heads, head_dim]."""
     out = out.clone()
-    out[..., values.features.to(out.device).flatten()] = new.flatten(-2).to(out.dtype)
+    out[..., at(values.features, out.device).flatten()] = new.flatten(-2).to(out.dtype)
     return out
 
 
