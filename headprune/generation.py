@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from headprune.batches import is_out_of_memory
 from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import unlabelled, writes
-from headprune.memory import is_out_of_memory
 
 _DEFAULT_LENGTHS = (None, 20)  # transformers' own, which no one chose
 

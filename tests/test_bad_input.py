@@ -344,7 +344,7 @@ def test_an_unknown_perplexity_is_refused(llama_folder: Path, data_folder: Path,
         return out
 
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
-    for step in ("pruning.score", "results.evaluate", "search.arrange"):
+    for step in ("pruning.score", "scene.evaluate", "search.arrange"):
         monkeypatch.setattr(f"headprune.app.workflow.{step}", Mock(side_effect=AssertionError("the long work began")))
     for more in ((), ("--dry-run",)):
         error = stderr_of("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1)

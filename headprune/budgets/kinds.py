@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +13,7 @@ from headprune.errors import HeadPruneError
 if TYPE_CHECKING:
     from torch import nn
 
+    from headprune.attention import Layers
     from headprune.inputs import Example
     from headprune.planning import Order
     from headprune.plans import PruningPlan
@@ -108,8 +110,8 @@ class Parameters(Counted):
 
 
 @budget("kv-cache")
-class KeyValueCache(Counted):
-    """Bytes per token of a decoder's cache."""
+class KeyValueCache(Limit):
+    """Bytes per token of the cache: computed for the search, measured for the dense model and the chosen plan."""
 
     flag = "--target-kv-cache"
     help = "A decoder's cache, bytes per token: 20K or 50%."
@@ -119,13 +121,54 @@ class KeyValueCache(Counted):
     suffixes: ClassVar = {"": 1, "b": 1, "k": 1024, "kb": 1024, "m": 1024**2, "mb": 1024**2}
     by_groups = True
 
-    def count(self, model: nn.Module, inputs: Example) -> float:
+    def cost(self, subject: Subject) -> PlanCost:
         from headprune import latency
 
-        if not (size := latency.cache_bytes(model, inputs)):
-            message = f"{type(model).__name__} has no key/value cache."
+        dense = latency.cache_bytes(subject.model, subject.inputs)
+        size = next(subject.model.parameters()).element_size()
+        expected = kv_cache_bytes(subject.layers, {}, size)
+        if not dense or not expected:
+            message = f"{type(subject.model).__name__} has no key/value cache."
             raise HeadPruneError(message, "Give a budget of another kind: only decoders have one.")
-        return size
+        if dense != expected:
+            raise HeadPruneError(
+                f"The cache of {type(subject.model).__name__} holds {dense:,g} bytes per token, where its key/value heads "
+                f"would make {expected:,}.",
+                "Give a budget of another kind: this cache does not hold heads.",
+            )
+        unit = dense if self.relative else 1.0
+
+        def held(plan: PruningPlan, measured: bool) -> Reading:
+            if not measured:
+                return Reading.exact(kv_cache_bytes(subject.layers, plan.drop, size) / unit)
+            return Reading.exact((latency.cache_bytes(subject.pruned(plan), subject.inputs) or 0.0) / unit)
+
+        return held
+
+
+def kv_cache_bytes(layers: Layers, drop: Mapping[str, Sequence[int]], size: int) -> int:
+    """Bytes per token in the key/value cache of a decoder's self-attention without some heads.
+
+    A key/value head stays as long as a query head of its group does. A layer without heads keeps one of them, where
+    the cache needs it (`AttentionLayer.bypass`).
+
+    Args:
+        size: Bytes of a number.
+
+    >>> from headprune.attention import AttentionLayer
+    >>> layer = AttentionLayer("a", 0, "decoder", 4, 2, 8, groups=((0, 1), (2, 3)))
+    >>> kv_cache_bytes([layer], {}, 4), kv_cache_bytes([layer], {"a": [0, 2]}, 4), kv_cache_bytes([layer], {"a": [0, 1]}, 4)
+    (128, 128, 64)
+    """
+    total = 0
+    for layer in layers:
+        if layer.kind != "decoder":
+            continue
+        gone = set(drop.get(layer.name, ()))
+        kept = 1 if layer.num_kv_heads == 1 else sum(not set(unit) <= gone for unit in layer.units)
+        left = kept if len(gone) < layer.num_heads else int(layer.bypass == "ghost")
+        total += 2 * left * layer.head_dim * size
+    return total
 
 
 # -- what must be measured -------------------------------------------------------------------------------
