@@ -550,6 +550,8 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "latin": ("x.csv", with_line(TABLE, 44, "schön,1").decode().encode("latin-1"), "line 44: .*in position 3"),
     "parquet": ("x.parquet", b"PAR1, but no more", "Parquet magic bytes not found"),
     "null": ("x.jsonl", with_line(LINES, 44, "null"), "line 44: it holds null"),  # pyarrow would crash
+    "deep": ("x.jsonl", with_line(LINES, 44, "[" * 50_000 + "]" * 50_000), "line 44: .*more than 1,000 deep"),  # likewise
+    "deep in lines": ("x.json", b'[{"text": 1, "label":\n' + b"[\n" * 2000 + b"]\n" * 2000 + b"}]", "line 1,00.: .* deep"),
 }  # fmt: skip
 
 

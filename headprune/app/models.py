@@ -226,17 +226,23 @@ def positions_of(model: nn.Module) -> int | None:
 
 
 def check_length(loaded: LoadedModel, length: int) -> None:
-    """Refuse texts of more tokens than a model was made for.
+    """Refuse texts that are longer than a model's table of position embeddings.
 
     Raises:
-        HeadPruneError: It has fewer positions.
+        HeadPruneError: The table has fewer positions.
     """
     most = positions_of(loaded.model)
-    if most is not None and most < length:
+    named = loaded.model.named_modules()
+    table = any(isinstance(m, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES for name, m in named)
+    if table and most is not None and most < length:
         raise HeadPruneError(
             f"{loaded.source} does not take texts of {length:,} tokens: it has {most:,} positions.",
             f"Use --lengths up to {most}.",
         )
+
+
+# Embeddings with a row for each position, by the last part of their name.
+_POSITION_TABLES = {"position_embeddings", "wpe", "embed_positions", "position_embedding"}
 
 
 def task_of(config: Any, task: str | None, source: str, any_task: bool = False) -> Task:

@@ -204,7 +204,6 @@ def _titled(axis: Any, title: str) -> None:
 
 _SHORT = {rule.role: rule.short for rule in RULES} | {MIXED: "·", UNKNOWN: "?"}
 _SHADES = " ░▒▓█"
-_CUT = " (cut to be shown)"
 _LEAST, _MOST = 4, 16  # columns of a head
 _KEYS = 4  # keys named for each query, at most
 
@@ -216,7 +215,7 @@ def all_heads(heads: Heads, sample: Sample, width: int, colours: bool) -> Group:
         width: Columns of the terminal.
         colours: Whether the terminal shows colours.
     """
-    lines: list[Text] = [Text(f"{sample.title}{_CUT if sample.shortened else ''}")] if sample.title else []
+    lines: list[Text] = [Text(sample.title)] if sample.title else []
     for profile in heads.layers:
         layer = sample.layer(profile.index)
         if layer is None:

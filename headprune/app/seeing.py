@@ -94,7 +94,7 @@ def look_at(loaded: LoadedModel, inputs: dict[str, Any], layers: Sequence[Attent
     Raises:
         HeadPruneError: No layer's attention weights can be read.
     """
-    return _document(loaded, layers, [inputs], [(inputs, False)], _LONGEST, seed)
+    return _document(loaded, layers, [inputs], [inputs], _LONGEST, seed)
 
 
 def _batches(part: Part, layers: Sequence[AttentionLayer]) -> Iterator[dict[str, Tensor]]:
@@ -109,8 +109,8 @@ def _batches(part: Part, layers: Sequence[AttentionLayer]) -> Iterator[dict[str,
         yield part.collate([part.features[i] for i in chosen[start : start + size]])
 
 
-def _samples(part: Part, most: int, count: int, special: Sequence[int]) -> list[tuple[Any, bool]]:
-    """A few examples, each with whether it was truncated for display; texts that fit are preferred."""
+def _samples(part: Part, most: int, count: int, special: Sequence[int]) -> list[Any]:
+    """A few examples, truncated for display; texts that fit are preferred."""
     order, lengths = part.order(), part.lengths()
     if short := [i for i in order if 4 <= lengths[i] <= most]:
         wanted = [most * (k + 1) // (count + 1) if count > 1 else most * 2 // 3 for k in range(count)]
@@ -120,28 +120,28 @@ def _samples(part: Part, most: int, count: int, special: Sequence[int]) -> list[
     return [_cut(part.collate([part.features[i]]), most, special) for i in dict.fromkeys(chosen)]
 
 
-def _cut(inputs: dict[str, Tensor], most: int, special: Sequence[int]) -> tuple[dict[str, Tensor], bool]:
-    """An example truncated to ``most`` tokens, and whether anything was cut. A special token at the end is kept."""
+def _cut(inputs: dict[str, Tensor], most: int, special: Sequence[int]) -> dict[str, Tensor]:
+    """An example truncated to ``most`` tokens. A special token at the end is kept."""
     ids, short = inputs.get("input_ids"), dict(inputs)
     ends = ids is not None and int(ids[0, -1]) in special
     for name, t in inputs.items():
         if t.ndim == 2 and t.shape[1] > most and (ids is not None or name == "labels"):
             whole = ids is not None and t.shape == ids.shape and ends
             short[name] = torch.cat([t[:, : most - 1], t[:, -1:]], dim=1) if whole else t[:, :most]
-    return short, any(short[name] is not t for name, t in inputs.items())
+    return short
 
 
 # -- the document ------------------------------------------------------------------------------------
 
 
 def _document(
-    loaded: LoadedModel, layers: Sequence[AttentionLayer], batches: Sequence[Any], samples: Sequence[tuple[Any, bool]],
+    loaded: LoadedModel, layers: Sequence[AttentionLayer], batches: Sequence[Any], samples: Sequence[Any],
     longest: int, seed: int,
 ) -> Heads:  # fmt: skip
     separators: list[Any] = [getattr(owner, "sep_token_id", None) for owner in (loaded.processor, loaded.config)]
     profiles = profile_heads(loaded.model, batches, layers, separators=separators, seed=seed)
     seen = [layer for layer in layers if layer.name not in profiles.unseen]
-    shown = [_sample(loaded, seen, inputs, profiles.grid, cut, longest) for inputs, cut in samples]
+    shown = [_sample(loaded, seen, inputs, profiles.grid, longest) for inputs in samples]
     unit = "tokens" if profiles.grid is None else "patches"
     described = tuple(
         LayerProfile(
@@ -161,7 +161,7 @@ def _rounded(profile: HeadProfile) -> HeadProfile:
 
 
 def _sample(
-    loaded: LoadedModel, layers: Sequence[AttentionLayer], inputs: Any, grid: Grid | None, cut: bool, longest: int
+    loaded: LoadedModel, layers: Sequence[AttentionLayer], inputs: Any, grid: Grid | None, longest: int
 ) -> Sample:
     """The attention of all layers in one example."""
     inputs = on_device(loaded.model, without_labels(loaded.model, inputs))
@@ -187,7 +187,7 @@ def _sample(
 
     with quiet(loaded.model), torch.no_grad():
         collect(loaded.model, layers, inputs, 1, keep)
-    return Sample(title=title, positions=positions, layers=tuple(held.values()), shortened=cut)
+    return Sample(title=title, positions=positions, layers=tuple(held.values()))
 
 
 Named = tuple[str, Positions]

@@ -19,6 +19,8 @@ BUILDERS = {
 ARGUMENTS: dict[str, dict[str, Any]] = {".tsv": {"delimiter": "\t"}}  # that the builder of a suffix is given
 WHOLE = "all"  # the name of the only split where the data has none: one file, or one dataset saved to disk
 _HINT = f"Pass a Hub id, a folder, or a file ({', '.join(BUILDERS)})."
+_DEEPEST = 1000  # levels of nested JSON values
+_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]')
 
 
 def check_local(dataset: str) -> None:
@@ -98,15 +100,26 @@ def _broken(file: Path, line: int, why: str) -> HeadPruneError:
 
 
 def _check_json(path: Path) -> None:
-    """Refuse rows of ``null``: at the first row, pyarrow's reader follows a null pointer, which ends the process.
+    """Refuse JSON on which pyarrow's reader would crash the process.
+
+    The reader overflows its stack at some tens of thousands of nested values, and follows a null pointer at a ``null`` row.
 
     Raises:
-        HeadPruneError: There is one.
+        HeadPruneError: There is such JSON.
     """
-    for file in _files_in(path, ".jsonl"):
+    for file in _files_in(path, ".json", ".jsonl"):
         with file.open("rb") as lines:
-            if number := next((i for i, line in enumerate(lines, 1) if line.strip() == b"null"), None):
-                raise _broken(file, number, "it holds null instead of a JSON object")
+            depth = 0
+            for number, line in enumerate(lines, 1):
+                if depth == 0 and line.strip() == b"null":
+                    raise _broken(file, number, "it holds null instead of a JSON object")
+                opened = line.count(b"[") + line.count(b"{")
+                if depth == 0 and opened <= _DEEPEST and opened == line.count(b"]") + line.count(b"}"):
+                    continue  # a whole object, as nearly every line of JSON lines is
+                for token in _BRACKETS.finditer(line):
+                    depth += (token[0] in (b"[", b"{")) - (token[0] in (b"]", b"}"))
+                    if depth > _DEEPEST:
+                        raise _broken(file, number, f"there are values within values, more than {_DEEPEST:,} deep")
 
 
 def _check_addresses(folder: Path) -> None:

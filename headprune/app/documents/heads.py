@@ -95,13 +95,11 @@ class Sample:
         title: The beginning of the text; "" for other inputs.
         positions: The positions of each sequence, by a name such as ``"input"``, or ``"source"`` and ``"target"``.
         layers: The layers whose weights could be read.
-        shortened: Whether the example was truncated for display.
     """
 
     title: str
     positions: dict[str, Positions]
     layers: tuple[SampleLayer, ...]
-    shortened: bool = False
 
     def layer(self, index: int) -> SampleLayer | None:
         """The layer with this index; None if its weights could not be read."""
