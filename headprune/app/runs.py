@@ -7,24 +7,28 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+
 from headprune import __version__
 from headprune.app.documents import Environment, Heads, Metrics, Run
 from headprune.app.folders import Folder
-from headprune.errors import HeadPruneError, check_link
-from headprune.files import CHECKSUM, read_json, stored_checksum
+from headprune.errors import HeadPruneError, check_link, first_line
+from headprune.evaluation import Measurement
+from headprune.files import CHECKSUM, atomic_file, digest, read_json, stored_checksum
 from headprune.scoring.scores import HeadScores, load_scores
 
 REPORTS = Path("reports")
 # A run's files, all replaced by a new run; agreement.png, latency.png and time.png are from older versions.
 PARTS = (
-    "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*", "report.md", "report.html",
+    "scores.json", "run.json", "metrics.json", "heads.json", "report.npz", "plan*.json", "pruned-*", "report.md", "report.html",
     "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "time.png", "heads.png",
 )  # fmt: skip
 
@@ -47,6 +51,7 @@ class RunFolder(Folder):
     run_path = _file("run.json")
     metrics_path = _file("metrics.json")
     heads_path = _file("heads.json")
+    values_path = _file("report.npz")
     report_path = _file("report.md")
     page_path = _file("report.html")
 
@@ -75,6 +80,22 @@ class RunFolder(Folder):
     def read_heads(self) -> Heads | None:
         return self._read(self.heads_path, Heads.read) if self.heads_path.exists() else None
 
+    def read_values(self) -> dict[str, Measurement]:
+        """Each model's values per example of the reporting part, by ``"dense"`` or the checkpoint's name; {} in older folders.
+
+        Raises:
+            HeadPruneError: The file is damaged, or of another run.
+        """
+        return self._read(self.values_path, _load_values) if self.values_path.exists() else {}
+
+    def write_values(self, models: Mapping[str, Measurement]) -> None:
+        """Write what `read_values` reads, so that `headprune compare` can pair the models of two runs."""
+        arrays = {"tokens": next(iter(models.values())).tokens}
+        for name, measurement in models.items():
+            arrays |= {f"{name}/loss": measurement.loss, f"{name}/correct": measurement.correct}
+        with atomic_file(self.values_path) as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
     def _read(self, path: Path, read: Callable[[Path], T]) -> T:
         """Read a document that run.json was written with: documents of different runs must not be mixed.
 
@@ -82,7 +103,7 @@ class RunFolder(Folder):
             HeadPruneError: The document's checksum is not the one in run.json.
         """
         self.settle()
-        stored, known = stored_checksum(path), None
+        stored, known = _stamp(path), None
         with suppress(HeadPruneError):  # reported where run.json is read
             known = Run.read(self.run_path).checksums.get(path.name)
         if stored is not None and known is not None and stored != known:
@@ -92,8 +113,32 @@ class RunFolder(Folder):
 
     def write_run(self, run: Run) -> None:
         """Write run.json, after the documents beside it, which it names by their checksums."""
-        stamps = {path.name: stored_checksum(path) for path in (self.scores_path, self.metrics_path, self.heads_path)}
+        documents = (self.scores_path, self.metrics_path, self.heads_path, self.values_path)
+        stamps = {path.name: _stamp(path) for path in documents}
         replace(run, checksums={name: stamp for name, stamp in stamps.items() if stamp}).write(self.run_path)
+
+
+def _stamp(path: Path) -> str | None:
+    """A file's checksum: that in a document, or of all bytes; None if the file is missing."""
+    if path.suffix == ".json":
+        return stored_checksum(path)
+    return digest(path, 64) if path.is_file() else None
+
+
+def _load_values(path: Path) -> dict[str, Measurement]:
+    try:
+        with np.load(path) as arrays:  # NumPy runs no code of a file
+            names = [name.rpartition("/")[0] for name in arrays.files if name.endswith("/loss")]
+            tokens = arrays["tokens"]
+            loaded = {
+                name: Measurement({}, arrays[f"{name}/loss"], arrays[f"{name}/correct"], tokens) for name in names
+            }
+        if any({len(m.loss), len(m.correct)} != {len(tokens)} for m in loaded.values()):
+            raise ValueError("its arrays have different lengths")
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        hint = "Copy the whole folder again, or make the run again."
+        raise HeadPruneError(f"{path} is damaged: {first_line(error)}.", hint) from None
+    return loaded
 
 
 def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:

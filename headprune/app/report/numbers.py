@@ -8,11 +8,15 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headprune.amounts import digits
 from headprune.app.documents import BudgetRecord, Environment, Measured, TimeParts
 from headprune.evaluation import Change
 from headprune.latency import GenerationRow, LatencyRow, Speedup
+
+if TYPE_CHECKING:
+    from headprune.app.comparison import ComparedModel
 
 METRICS = {"accuracy": "accuracy", "f1": "F1 (macro)", "loss": "loss"}
 """The names of the metrics that are reported beside a run's own."""
@@ -75,7 +79,7 @@ def ratio(speedup: Speedup) -> str:
     return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def shape(row: LatencyRow | BudgetRecord | TimeParts | GenerationRow) -> str:
+def shape(row: LatencyRow | BudgetRecord | TimeParts | GenerationRow | ComparedModel) -> str:
     """The batch size and the length of a timed input."""
     return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
 

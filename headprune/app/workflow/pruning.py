@@ -186,6 +186,8 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     curve = search.trade_off(search.curves(config, result, trials), controls, result.fits, trials, console)
     pruned_models = [results.carry_out(fit, controls, context) for fit in result.fits]
     metrics = _metrics(context, result, curve, pruned_models)
+    measured = {"dense": context.measure("dense", scene.model)}
+    measured |= {budget.checkpoint: context.measure(f"pruned {budget.asked}", model) for budget, model in pruned_models}
 
     def write() -> None:
         seconds = round(scored.seconds + store.seconds + time.monotonic() - started, 1)
@@ -198,6 +200,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
         for i, fit in enumerate(result.fits):
             fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
         metrics.write(content.metrics_path)
+        content.write_values(measured)
         # Last, since it names the other documents by their checksums.
         content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))
         report.write_cards(content)
