@@ -51,7 +51,7 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("writers")
     model, words = randomise(tf.LlamaForCausalLM(tf.LlamaConfig(**common()))), tokenizer()
     words.backend_tokenizer.post_processor = None
-    words.bos_token = "[CLS]"
+    words.bos_token, words.eos_token = "[CLS]", "[SEP]"
     hp.save(model, folder / "dense", processor=words)
     hp.prune(model, {"L0": [0, 1], "L1": [2, 3]}, {"input_ids": torch.arange(5, 20)[None]})
     hp.save(model, folder / "pruned", processor=words)
@@ -123,10 +123,9 @@ def test_what_no_task_can_do_is_one_line(
 ) -> None:
     own = ["--tasks", "choice", "--include-path", writers / "tasks"]
     assert "gone cannot be loaded" in stderr_of("evaluate", writers / "dense", *own[:1], "gone", *own[2:], code=1)
-    assert "no task 'luck'" in stderr_of("evaluate", writers / "dense", "--tasks", "luck", code=1)
     assert "hellaswag cannot be loaded" in stderr_of("evaluate", writers / "dense", "--tasks", "hellaswag", code=1)
     assert "for models that write text" in stderr_of("evaluate", bert_folder, *own, code=1)
-    assert "no token for the beginning" in stderr_of("evaluate", llama_folder, *own, code=1)
+    assert "no token for the end" in stderr_of("evaluate", llama_folder, *own, code=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert 'pip install "headprune[lm-eval]"' in stderr_of("evaluate", writers / "dense", *own, code=1)
 

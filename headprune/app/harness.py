@@ -66,11 +66,11 @@ def load_tasks(options: TaskOptions) -> list[Any]:
     manager = TaskManager(include_path=own, include_defaults=False) if own else None
     if manager is None or not {*options.names} <= {*manager.all_tasks}:
         manager = TaskManager(include_path=own)  # with its 14,000 own tasks, which takes seconds
+    if unknown := [name for name in options.names if name not in manager.all_tasks]:
+        hint = "`lm-eval ls tasks` lists all; --include-path names a folder with your own."
+        raise HeadPruneError(f"lm-evaluation-harness has no task {unknown[0]!r}.", hint)
     loaded: list[Any] = []
     for name in options.names:
-        if name not in manager.all_tasks:
-            hint = "`lm-eval ls tasks` lists all; --include-path names a folder with your own."
-            raise HeadPruneError(f"lm-evaluation-harness has no task {name!r}.", hint)
         try:
             found = manager.load([name])
         except Exception as error:
@@ -92,10 +92,9 @@ def check_model(loaded: LoadedModel) -> None:
     if loaded.task.name not in _MODELS:
         message = f"{loaded.source} is for {loaded.task.name}: --tasks are for models that write text."
         raise HeadPruneError(message, f"Leave out --tasks, or say --task {' or '.join(_MODELS)} if it is one.")
-    tokenizer = loaded.processor
-    if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        message = f"The tokenizer of {loaded.source} has no token for the beginning or the end of a text, which the harness needs."
-        raise HeadPruneError(message, "Leave out --tasks, or set its bos_token.")
+    if loaded.processor.eos_token_id is None:
+        message = f"The tokenizer of {loaded.source} has no token for the end of a text, which the harness needs."
+        raise HeadPruneError(message, "Leave out --tasks, or set its eos_token.")
 
 
 def run_tasks(
