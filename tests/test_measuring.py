@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as tf
 from scipy.stats import t as student
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import headprune as hp
 from tests.support.commands import PRUNE, metrics_of, run, stderr_of
@@ -142,7 +143,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, data_folde
 def correct(folder: Path) -> np.ndarray:
     """Whether a saved model is right, for each sentence of the test split."""
     model, words, rows = hp.load(folder), tf.AutoTokenizer.from_pretrained(folder), sentences(40, 3)
-    guesses = [int(model(**words(row["text"], return_tensors="pt")).logits.argmax()) for row in rows]
+    guesses = [int(model(**words(row["text"], return_tensors="pt", truncation=True)).logits.argmax()) for row in rows]
     return np.array([guess == row["label"] for guess, row in zip(guesses, rows, strict=True)], float)
 
 
@@ -163,6 +164,20 @@ def test_evaluate_gives_what_prune_reports(runs: Path, bert_folder: Path, data_f
     said = run(*typed).stdout
     assert f"{100 * budget['pruned']['metrics']['accuracy']:.1f} %" in said
     assert "were used to score or choose" not in said
+
+
+def test_other_tokenizers_are_paired_by_row(runs: Path, data_folder: Path) -> None:
+    """A tokenizer of letters sorts texts otherwise by length; and a run's own options say which examples are held out."""
+    raw = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?# abcdefghijklmnopqrstuvwxyz")}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    letters = tf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="#", unk_token="?", model_max_length=32)
+    hp.save(randomise(tf.BertForSequenceClassification(tf.BertConfig(**common()))), "letters", processor=letters)
+    values = changes(["evaluate", runs / "a", "letters", "-d", data_folder, "-L", 40])
+    by_hand = paired(correct(Path("letters")) - correct(runs / "a" / "pruned-3"), np.ones(40), 1.0)
+    change = values[str(data_folder), "accuracy", "letters"]["change"]
+    assert [change[key] for key in ("value", "low", "high")] == pytest.approx(by_hand)
+    typed = ["evaluate", runs / "a", "-d", data_folder, "-L", 20, "--report-split", "train"]
+    assert re.search(r"\d+ of the \d+ examples were used to score or choose", " ".join(run(*typed).stdout.split()))
 
 
 def test_runs_are_paired_where_their_examples_are_the_same(runs: Path) -> None:
