@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from headprune.app import harness
-from headprune.app.data import DataParts, load_parts
+from headprune.app.data import DataParts, Part, load_parts
 from headprune.app.data.parts import content_hash
 from headprune.app.documents import Cut, Examples, MetricValue, ValueTable
 from headprune.app.finetune_run import run_of
@@ -94,15 +94,29 @@ def _check(sources: Sequence[str], data: DataOptions, loading: LoadOptions, task
 
 
 @dataclass(frozen=True)
+class _Ordered(Part):
+    """A part that is measured in another order than by the lengths of its own examples: another tokenizer's are others."""
+
+    places: tuple[int, ...] = ()
+
+    def order(self) -> list[int]:
+        return list(self.places)
+
+    @classmethod
+    def like(cls, part: Part, places: Sequence[int]) -> _Ordered:
+        return cls(**{each.name: getattr(part, each.name) for each in fields(Part)}, places=tuple(places))
+
+
+@dataclass(frozen=True)
 class _Reading:
-    """The reporting part as one model's tokenizer reads it.
+    """The reporting part as the first model's tokenizer reads it.
 
     Attributes:
         examples: Identifies it.
         rows: Their row numbers in the split.
         labels: A hash of what is predicted; for token labels other tokens are others.
         order: The order in which they are measured.
-        batches: In this order.
+        batches: In this order, for exported files.
     """
 
     examples: Examples
@@ -112,24 +126,20 @@ class _Reading:
     batches: list[Any]
 
     @classmethod
-    def of(cls, parts: DataParts, first: _Reading | None) -> _Reading:
-        """``first`` is the first model's, whose order counts where the rows are the same: another tokenizer's lengths are others."""
-        part = parts.report
-        same = first is not None and first.rows == part.rows
-        order = first.order if first is not None and same else part.order()
-        size = part.batch_size
-        starts = range(0, len(order), size)
-        batches = [part.collate([part.features[i] for i in order[start : start + size]]) for start in starts]
-        labels = content_hash([feature.get("labels") for feature in part.features])
-        return cls(Examples.of(part), part.rows, labels, order, batches)
+    def of(cls, part: Part) -> _Reading:
+        return cls(Examples.of(part), part.rows, _labels_of(part), part.order(), list(part.batches()))
 
-    def differs(self, first: _Reading, per_token: bool) -> str:
-        """Why a model that was measured here cannot be compared with the first one; "" if it can."""
-        if self.rows != first.rows or self.examples.split != first.examples.split:
+    def differs(self, part: Part, per_token: bool) -> str:
+        """Why a model that is measured on a part cannot be compared with the first one; "" if it can."""
+        if (part.split, part.rows) != (self.examples.split, self.rows):
             return "other examples are left out than for the first model, so they are not compared."
-        if per_token and self.labels != first.labels:
+        if per_token and _labels_of(part) != self.labels:
             return "its tokens are not the first model's, so values per token are not compared."
         return ""
+
+
+def _labels_of(part: Part) -> str:
+    return content_hash([feature.get("labels") for feature in part.features])
 
 
 class _OfData:
@@ -143,25 +153,25 @@ class _OfData:
         """Measure one more model."""
         first, why = self.first, ""
         if first is not None and isinstance(loaded.model, EngineModel):
-            reading = first[0]
-            loaded.model(**reading.batches[0])  # its own error, if it takes no examples of this size
+            batches = first[0].batches
+            loaded.model(**batches[0])  # its own error, if it takes no examples of this size
         else:
             parts = load_parts(self.data, loaded)
-            reading = _Reading.of(parts, first and first[0])
+            part = parts.report
             self._say([*parts.notes, *_seen(source, loaded, parts, self.data)], console)
-            why = reading.differs(first[0], loaded.task.metric == "perplexity") if first else ""
+            if first is not None:
+                why = first[0].differs(part, loaded.task.metric == "perplexity")
+                part = _Ordered.like(part, first[0].order) if part.rows == first[0].rows else part
+            batches = list(part.batches())
         with console.track(f"measuring {source}") as progress, warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "headprune: EngineModel takes no"
-            )  # a file need not take all that there is
-            measurement = evaluate(loaded.model, reading.batches, progress=progress)
+            warnings.filterwarnings("ignore", "headprune: EngineModel takes no")  # a file may leave inputs out
+            measurement = evaluate(loaded.model, batches, progress=progress)
         if first is None:
-            self.first = reading, measurement
+            self.first = _Reading.of(part), measurement
         compared = first[1] if first and not why else None
         main = loaded.task.metric
-        names = (
-            name for name in measurement.metrics if name != "perplexity" or name == main
-        )  # of classes, nobody's figure
+        # The perplexity of classes is nobody's figure.
+        names = (name for name in measurement.metrics if name != "perplexity" or name == main)
         for metric in sorted(names, key=lambda name: name != main):
             value = MetricValue.of(source, metric, measurement, compared, note=why and f"{source}: {why}")
             self.values.append(value)
