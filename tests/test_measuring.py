@@ -133,9 +133,15 @@ def test_what_no_task_can_do_is_one_line(
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, data_folder: Path) -> Path:
-    """Runs ``a`` and ``b`` that report on the same examples, and ``c`` on fewer."""
+    """Runs ``a`` and ``b`` that report on the same examples, ``c`` on fewer by another seed, and ``d`` on others."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, more in {"a": [], "b": ["--no-repair"], "c": ["--report-limit", 25]}.items():
+    options = {
+        "a": [],
+        "b": ["--no-repair"],
+        "c": ["--report-limit", 25, "--seed", 1],
+        "d": ["--report-split", "validation"],
+    }
+    for name, more in options.items():
         run(*PRUNE, 3, bert_folder, "-d", data_folder, "-L", 40, "-m", "weight-norm", "-o", folder / name, *more)
     return folder
 
@@ -188,19 +194,26 @@ def test_runs_are_paired_where_their_examples_are_the_same(runs: Path) -> None:
     assert [pair["change"][key] for key in ("value", "low", "high")] == pytest.approx(by_hand)
     assert document["options"] == {"repair": ["yes", "no"]}
     document = json.loads(run("compare", runs / "a", runs / "c", "--json").stdout)
-    (pair,), halves = (
-        document["pairs"],
-        [(m["budgets"][0]["pruned"]) for m in map(metrics_of, (runs / "a", runs / "c"))],
-    )
+    (pair,), rows = document["pairs"], np.load(runs / "c" / "report.npz")["rows"]  # in another order than in a
+    by_hand = paired((correct(runs / "c" / "pruned-3") - correct(runs / "a" / "pruned-3"))[rows], np.ones(25), 1.0)
+    assert [pair["change"][key] for key in ("value", "low", "high")] == pytest.approx(by_hand)
+    assert pair["paired"]
+    said = run("compare", runs / "a", runs / "c").stdout
+    assert "of the 25 examples that both runs report on, of 40 and 25" in said
+    assert re.search("report_limit +2000 +25", said)
+
+
+def test_runs_without_common_examples_are_independent(runs: Path) -> None:
+    folders = (runs / "a", runs / "d")
+    document = json.loads(run("compare", *folders, "--json").stdout)
+    (pair,), halves = document["pairs"], [m["budgets"][0]["pruned"] for m in map(metrics_of, folders)]
     half = math.hypot(*((m["high"] - m["low"]) / 2 for m in halves))
     value = halves[1]["metrics"]["accuracy"] - halves[0]["metrics"]["accuracy"]
     assert not pair["paired"]
     assert [pair["change"][key] for key in ("value", "low", "high")] == pytest.approx(
         [value, value - half, value + half]
     )
-    said = run("compare", runs / "a", runs / "c").stdout
-    assert re.search("report_limit +2000 +25", said)
-    assert "nothing is paired" in said
+    assert "nothing is paired" in run("compare", *folders).stdout
 
 
 def test_values_of_another_run_are_refused(runs: Path, here: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two runs side by side: their options, and their models' metrics, paired by example where the reported examples are the same."""
+"""Two runs side by side: their options, and their models' metrics, paired on the examples that both report on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from scipy.stats import norm
 
-from headprune.app.documents import BudgetResult, Dense, Measured, Metrics, Run
+from headprune.app.documents import BudgetResult, Dense, Measured, Metrics, ReportValues, Run
 from headprune.app.report.verdict import headline_row
 from headprune.app.runs import RunFolder
 from headprune.documents import Count, to_json
 from headprune.errors import HeadPruneError
-from headprune.evaluation import Change, Measurement, compare
+from headprune.evaluation import Change, compare
 from headprune.latency import Speedup
 
 
@@ -84,17 +84,13 @@ def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
         message = f"{first.path} is measured by {metrics.metric}, {second.path} by {other.metric}."
         raise HeadPruneError(message, "Compare runs of the same kind.")
     notes: list[str] = []
-    values = _values(first, second, run, other_run, notes)
-    pairs = []
+    values, pairs = _values(first, second, notes), []
     for a, b in _matched(run, metrics, other_run, other):
         names = [model.checkpoint if isinstance(model, BudgetResult) else "dense" for model in (a, b)]
-        change = None
-        if values is not None:
-            change = _paired(values[0].get(names[0]), values[1].get(names[1]), metrics.metric, notes)
+        change = _paired(values, names, metrics.metric, notes)
         independent = _independent(_measured(a), _measured(b), metrics.metric)
-        pairs.append(
-            ComparedPair(first=names[0], second=names[1], paired=change is not None, change=change or independent)
-        )
+        pair = ComparedPair(first=names[0], second=names[1], paired=change is not None, change=change or independent)
+        pairs.append(pair)
     machines = {(m.environment or r.environment).device_name for r, m in opened}
     if len(machines) > 1:
         notes.append(f"Times are from different machines: {' and '.join(sorted(machines))}.")
@@ -113,24 +109,24 @@ def _open(folder: RunFolder) -> tuple[Run, Metrics]:
     return folder.read_run(), metrics
 
 
-def _values(
-    first: RunFolder, second: RunFolder, run: Run, other: Run, notes: list[str]
-) -> tuple[dict[str, Measurement], dict[str, Measurement]] | None:
-    """Both runs' values per example, if they are of the same examples; None with a note if not."""
-    report, others = run.parts.report, other.parts.report
-    data = [(r.options.data.dataset, r.options.data.subset) for r in (run, other)]
-    # Only texts have a hash of their content.
-    if not report.same(others) or (None in (report.content_hash, others.content_hash) and data[0] != data[1]):
-        notes.append("The runs report on different examples, so nothing is paired: intervals take both as independent.")
+_INDEPENDENT = "so nothing is paired: intervals take both as independent."
+
+
+def _values(first: RunFolder, second: RunFolder, notes: list[str]) -> tuple[ReportValues, ReportValues] | None:
+    """Both runs' values per example; None with a note if they have no two examples in common."""
+    a, b = (folder.read_values() for folder in (first, second))
+    if a is None or b is None:
+        older = first if a is None else second
+        notes.append(f"{older.path} is from an older version, which kept no values of examples, {_INDEPENDENT}")
         return None
-    values = first.read_values(), second.read_values()
-    for folder, own in zip((first, second), values, strict=True):
-        if not own:
-            notes.append(
-                f"{folder.path} is from an older version, which kept no values per example, so nothing is paired."
-            )
-            return None
-    return values
+    common = len(a.common(b)[0])
+    if common < 2:
+        notes.append(f"The runs report on different examples, {_INDEPENDENT}")
+        return None
+    if common < max(len(a.rows), len(b.rows)):
+        sizes = f"{len(a.rows):,} and {len(b.rows):,}"
+        notes.append(f"Changes are of the {common:,} examples that both runs report on, of {sizes}.")
+    return a, b
 
 
 def _matched(run: Run, metrics: Metrics, other_run: Run, other: Metrics) -> Iterator[tuple[Any, Any]]:
@@ -146,12 +142,17 @@ def _measured(model: Dense | BudgetResult) -> Measured:
     return model.pruned if isinstance(model, BudgetResult) else model
 
 
-def _paired(a: Measurement | None, b: Measurement | None, metric: str, notes: list[str]) -> Change | None:
-    """The change paired by example; None with a note where this is not possible."""
+def _paired(
+    values: tuple[ReportValues, ReportValues] | None, names: Sequence[str], metric: str, notes: list[str]
+) -> Change | None:
+    """The change paired by example; None, with a note, where this is not possible."""
+    if values is None:
+        return None
     try:
-        return compare(a, b, metric) if a and b else None
-    except HeadPruneError as error:
-        notes.append(f"{error.args[0]} Not paired: intervals take both as independent.")
+        here, there = values[0].common(values[1])
+        return compare(values[0].some(names[0], here), values[1].some(names[1], there), metric)
+    except (HeadPruneError, KeyError) as error:
+        notes.append(f"{error.args[0]} {_INDEPENDENT[:1].upper()}{_INDEPENDENT[1:]}")
         return None
 
 

@@ -7,22 +7,18 @@ import platform
 import re
 import shlex
 import sys
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
-
 from headprune import __version__
-from headprune.app.documents import Environment, Heads, Metrics, Run
+from headprune.app.documents import Environment, Heads, Metrics, ReportValues, Run
 from headprune.app.folders import Folder
-from headprune.errors import HeadPruneError, check_link, first_line
-from headprune.evaluation import Measurement
-from headprune.files import CHECKSUM, atomic_file, digest, read_json, stored_checksum
+from headprune.errors import HeadPruneError, check_link
+from headprune.files import CHECKSUM, digest, read_json, stored_checksum
 from headprune.scoring.scores import HeadScores, load_scores
 
 REPORTS = Path("reports")
@@ -80,21 +76,13 @@ class RunFolder(Folder):
     def read_heads(self) -> Heads | None:
         return self._read(self.heads_path, Heads.read) if self.heads_path.exists() else None
 
-    def read_values(self) -> dict[str, Measurement]:
-        """Each model's values per example of the reporting part, by ``"dense"`` or the checkpoint's name; {} in older folders.
+    def read_values(self) -> ReportValues | None:
+        """What each model did on each reported example; None in older folders.
 
         Raises:
             HeadPruneError: The file is damaged, or of another run.
         """
-        return self._read(self.values_path, _load_values) if self.values_path.exists() else {}
-
-    def write_values(self, models: Mapping[str, Measurement]) -> None:
-        """Write what `read_values` reads, so that `headprune compare` can pair the models of two runs."""
-        arrays = {"tokens": next(iter(models.values())).tokens}
-        for name, measurement in models.items():
-            arrays |= {f"{name}/loss": measurement.loss, f"{name}/correct": measurement.correct}
-        with atomic_file(self.values_path) as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+        return self._read(self.values_path, ReportValues.read) if self.values_path.exists() else None
 
     def _read(self, path: Path, read: Callable[[Path], T]) -> T:
         """Read a document that run.json was written with: documents of different runs must not be mixed.
@@ -123,22 +111,6 @@ def _stamp(path: Path) -> str | None:
     if path.suffix == ".json":
         return stored_checksum(path)
     return digest(path, 64) if path.is_file() else None
-
-
-def _load_values(path: Path) -> dict[str, Measurement]:
-    try:
-        with np.load(path) as arrays:  # NumPy runs no code of a file
-            names = [name.rpartition("/")[0] for name in arrays.files if name.endswith("/loss")]
-            tokens = arrays["tokens"]
-            loaded = {
-                name: Measurement({}, arrays[f"{name}/loss"], arrays[f"{name}/correct"], tokens) for name in names
-            }
-        if any({len(m.loss), len(m.correct)} != {len(tokens)} for m in loaded.values()):
-            raise ValueError("its arrays have different lengths")
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        hint = "Copy the whole folder again, or make the run again."
-        raise HeadPruneError(f"{path} is damaged: {first_line(error)}.", hint) from None
-    return loaded
 
 
 def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:

@@ -200,7 +200,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
         for i, fit in enumerate(result.fits):
             fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
         metrics.write(content.metrics_path)
-        content.write_values(measured)
+        documents.ReportValues.of(scene.parts.report, measured).write(content.values_path)
         # Last, since it names the other documents by their checksums.
         content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))
         report.write_cards(content)
