@@ -119,6 +119,16 @@ def test_tasks_are_the_sums_of_their_documents(writers: Path) -> None:
     assert first["choice", "acc", names[0]]["value"] == pytest.approx(right[0][:7].mean())
 
 
+def test_prune_reports_tasks(writers: Path, data_folder: Path, here: Path) -> None:
+    own = ["--tasks", "choice", "--include-path", writers / "tasks", "--task-limit", 12]
+    run(*PRUNE, 4, writers / "dense", "-d", data_folder, "-L", 20, "-m", "weight-norm", "--no-repair", "-o", "r", *own)
+    (table,) = metrics_of(here / "r")["tasks"]
+    values = changes(["evaluate", writers / "dense", here / "r", *own])
+    names = {"dense": str(writers / "dense"), "4 heads": str(here / "r")}
+    assert [v | {"model": names[v["model"]]} for v in table["values"]] == [*values.values()]
+    assert "`choice`, 12 documents" in (here / "r" / "report.md").read_text()
+
+
 def test_what_no_task_can_do_is_one_line(
     writers: Path, bert_folder: Path, llama_folder: Path, monkeypatch: Any
 ) -> None:

@@ -7,6 +7,7 @@ Other figures, such as BLEU or a mean over groups of tasks, are shown without.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 import sys
@@ -51,11 +52,13 @@ TaskResults = Mapping[str, Sequence[TaskMetric]]
 
 
 def load_tasks(options: TaskOptions) -> list[Any]:
-    """The harness's tasks and groups of tasks, with their data.
+    """The harness's tasks and groups of tasks, with their data; [] if none are asked for.
 
     Raises:
         HeadPruneError: The harness is not installed; no such folder or task; a task's data cannot be loaded.
     """
+    if not options.names:
+        return []
     if importlib.util.find_spec("lm_eval") is None:
         raise HeadPruneError("For --tasks, lm-eval must be installed.", 'pip install "headprune[lm-eval]"')
     from lm_eval.tasks import TaskManager
@@ -81,6 +84,17 @@ def load_tasks(options: TaskOptions) -> list[Any]:
         groups = found["groups"]
         loaded += [groups[name]] if name in groups else found["tasks"].values()  # the tasks of a tag
     return loaded
+
+
+def facts_of(tasks: Sequence[Any]) -> list[Any]:
+    """What results on tasks depend on, for `headprune.store.digest`: their settings and their documents.
+
+    Args:
+        tasks: From `load_tasks`.
+    """
+    leaves = [leaf for task in tasks for leaf in (task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task])]
+    documents = [str(getattr(leaf.eval_docs, "_fingerprint", list(leaf.eval_docs))) for leaf in leaves]
+    return [[str(leaf.dump_config()) for leaf in leaves], documents, importlib.metadata.version("lm_eval")]
 
 
 def check_model(loaded: LoadedModel) -> None:

@@ -39,7 +39,7 @@ def measure_models(
         HeadPruneError: There is nothing to measure; a model, data or task does not load; models for different tasks.
     """
     _check(sources, data, loading, tasks)
-    ready = harness.load_tasks(tasks) if tasks.names else []
+    ready = harness.load_tasks(tasks)
     of_data = _OfData(data)
     of_tasks: list[tuple[str, harness.TaskResults]] = []
     first: LoadedModel | None = None

@@ -16,7 +16,6 @@ from headprune.cli.options import Console, Seed
 
 if TYPE_CHECKING:
     from headprune.app.comparison import RunComparison
-    from headprune.app.documents import ValueTable
 
 _Run = partial(typer.Argument, help="A run folder.")
 
@@ -39,18 +38,8 @@ def evaluate(
 
     measured = measure_models(models, replace(data, seed=seed), loading, tasks, console)
     for table in measured:
-        _print_values(console, table)
+        tables.print_values(console, table)
     console.document({"models": list(models), "tables": [documents.to_json(table) for table in measured]})
-
-
-def _print_values(console: Console, table: ValueTable) -> None:
-    """Print the metrics of models on one dataset or task."""
-    from headprune.app.report.measured import values_table
-
-    of = f"{table.examples:,} examples ({table.data.split})" if table.data else f"{table.examples:,} documents"
-    tables.print_table(console, f"{table.name}: {of}", values_table(table))
-    for note in table.notes:
-        console.result(note)
 
 
 @command("`headprune compare reports/gpt2-1 reports/gpt2-2`")

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from headprune import latency
-from headprune.app import documents, report, runs
+from headprune.app import documents, harness, report, runs
 from headprune.app.data import Part, load_also
 from headprune.app.options import Options
 from headprune.app.seeing import look
@@ -132,14 +132,17 @@ def open_to_prune(config: search.PruneConfig, scores: Sequence[HeadScores], cons
     """Load the model and the data, and check that they can be pruned as asked.
 
     Raises:
-        HeadPruneError: An unknown export format; budgets that make no sense for the model; scores of another model, or of
+        HeadPruneError: An unknown export format; tasks that do not load, or do not fit the model; budgets that make no sense for the model; scores of another model, or of
             another scoring part.
     """
     for name in config.exports:
         format_named(name)
     config.check_placement()
+    tasks = harness.load_tasks(config.tasks)
     scene = open_scene(config.options, console)
-    scene = replace(scene, parts=load_also(config.options.data, scene.loaded, scene.parts))
+    if tasks:
+        harness.check_model(scene.loaded)
+    scene = replace(scene, parts=load_also(config.options.data, scene.loaded, scene.parts), tasks=tasks)
     for part in scene.parts.also:
         console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
     search.check_search(config, scene)
@@ -174,7 +177,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     store = store_of(folder, "prune", scene, *facts, say=console.say)
     assert store.folder is not None
     content = runs.RunFolder(store.folder / "content")
-    result_name = f"{store.folder.name} {[*also, *config.exports]}"
+    result_name = f"{store.folder.name} {[*also, *config.exports, config.tasks]}"
     if current().first("published before", partial(was_published, folder, content, result_name)):
         return documents.Metrics.read(folder.metrics_path)  # this command was killed while it moved its files
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
@@ -242,6 +245,7 @@ def _metrics(
     metrics = documents.Metrics(
         metric=metric, environment=context.environment, planning=context.config.planning(result), dense=dense,
         budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(context, models),
+        tasks=tuple(results.run_tasks(context, models)),
     )  # fmt: skip
 
     def export() -> documents.Metrics:
