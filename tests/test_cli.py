@@ -47,7 +47,7 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
     result = run("prune", "--keep", "50%")
     assert "tiny-bert-1/report.md" in result.stdout
     assert "tiny-bert-1/report.html" in result.stdout
-    pruned = {"tradeoff.png", "plan.json", "metrics.json", "pruned-4"}
+    pruned = {"tradeoff.png", "plan.json", "metrics.json", "report.npz", "pruned-4"}
     assert {p.name for p in scored.iterdir()} == SCORED | pruned
     (budget,) = metrics_of(scored)["budgets"]
     assert (budget["kept"], budget["total"]) == (4, 8)
@@ -218,6 +218,8 @@ def test_every_command_gives_one_document(scored: Path, bert_folder: Path, data_
         "rows": ["bench", bert_folder, bert_folder, "--batch-sizes", 1, "--lengths", 8],
         "scores": ["score", *base, "-m", "random", "-o", "scored"],
         "budgets": ["prune", "-k", 4, *quick, "-o", "pruned"],
+        "tables": ["evaluate", *base],
+        "pairs": ["compare", "pruned", "pruned"],
     }
     for key, arguments in commands.items():
         assert key in json.loads(run(*arguments, "--json").stdout), arguments

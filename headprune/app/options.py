@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,10 @@ from pydantic import Field, StrictBool, StrictInt
 from headprune.errors import HeadPruneError, registered
 from headprune.options import MAX_SEED
 
-_data, _model, _training = (partial(typer.Option, rich_help_panel=panel) for panel in ("Data", "Model", "Training"))
+_data, _model, _training, _tasks = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Data", "Model", "Training", "Tasks of lm-evaluation-harness")
+)
 
 TaskName = Annotated[str | None, _model(help="What the model is for [read from its config].")]
 Device = Annotated[str, _model(help="auto, cpu, cuda or mps.")]
@@ -231,6 +235,22 @@ class Options:
         self.loading.check()
         self.data.check()
         self.measuring.check()
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Tasks of lm-evaluation-harness to measure language models on."""
+
+    tasks: Annotated[str, _tasks(metavar="NAME,…", help="Such as hellaswag,arc_easy.", show_default=False)] = ""
+    include_path: Annotated[Path | None, _tasks(help="A folder with tasks of your own (YAML files).")] = None
+    task_limit: Annotated[int | None, _tasks(min=1, help="Documents of each task, at most, from its start [all].")] = (
+        None
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """The tasks' names, each once."""
+        return list(dict.fromkeys(filter(None, (name.strip() for name in self.tasks.split(",")))))
 
 
 @dataclass(frozen=True)

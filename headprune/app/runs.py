@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from headprune import __version__
-from headprune.app.documents import Environment, Heads, Metrics, Run
+from headprune.app.documents import Environment, Heads, Metrics, ReportValues, Run
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError, check_link
-from headprune.files import CHECKSUM, stored_checksum
+from headprune.files import CHECKSUM, digest, stored_checksum
 from headprune.scoring.scores import HeadScores, load_scores
 
 REPORTS = Path("reports")
 # A run's files, all replaced by a new run.
 PARTS = (
-    "scores.json", "run.json", "metrics.json", "heads.json", "plan*.json", "pruned-*", "report.md", "report.html",
+    "scores.json", "run.json", "metrics.json", "heads.json", "report.npz", "plan*.json", "pruned-*", "report.md", "report.html",
     "importance.png", "tradeoff.png", "heads.png",
 )  # fmt: skip
 
@@ -47,6 +47,7 @@ class RunFolder(Folder):
     run_path = _file("run.json")
     metrics_path = _file("metrics.json")
     heads_path = _file("heads.json")
+    values_path = _file("report.npz")
     report_path = _file("report.md")
     page_path = _file("report.html")
 
@@ -75,6 +76,14 @@ class RunFolder(Folder):
     def read_heads(self) -> Heads | None:
         return self._read(self.heads_path, Heads.read) if self.heads_path.exists() else None
 
+    def read_values(self) -> ReportValues | None:
+        """What each model did on each reported example; None in older folders.
+
+        Raises:
+            HeadPruneError: The file is damaged, or of another run.
+        """
+        return self._read(self.values_path, ReportValues.read) if self.values_path.exists() else None
+
     def _read(self, path: Path, read: Callable[[Path], T]) -> T:
         """Read a document that run.json was written with: documents of different runs must not be mixed.
 
@@ -82,7 +91,7 @@ class RunFolder(Folder):
             HeadPruneError: The document's checksum is not the one in run.json.
         """
         self.settle()
-        stored, known = stored_checksum(path), None
+        stored, known = _stamp(path), None
         with suppress(HeadPruneError):  # reported where run.json is read
             known = Run.read(self.run_path).checksums.get(path.name)
         if stored is not None and known is not None and stored != known:
@@ -92,8 +101,16 @@ class RunFolder(Folder):
 
     def write_run(self, run: Run) -> None:
         """Write run.json, after the documents beside it, which it names by their checksums."""
-        stamps = {path.name: stored_checksum(path) for path in (self.scores_path, self.metrics_path, self.heads_path)}
+        documents = (self.scores_path, self.metrics_path, self.heads_path, self.values_path)
+        stamps = {path.name: _stamp(path) for path in documents}
         replace(run, checksums={name: stamp for name, stamp in stamps.items() if stamp}).write(self.run_path)
+
+
+def _stamp(path: Path) -> str | None:
+    """A file's checksum: that in a document, or of all bytes; None if the file is missing."""
+    if path.suffix == ".json":
+        return stored_checksum(path)
+    return digest(path, 64) if path.is_file() else None
 
 
 def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.app.options import DataOptions, LoadOptions, MetricOptions
+from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
 from headprune.cli import tables
 from headprune.cli.app import command
 from headprune.cli.options import Budgets, Console, Distil, Model, Seed, Typed, Writing, known_methods, options_of
@@ -113,6 +113,7 @@ def prune(
     writing: Writing,
     console: Console,
     more: More,
+    tasks: TaskOptions,
     typed: Typed,
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="[that of the newest scores].")] = None,
     distil: Distil = False,
@@ -125,7 +126,19 @@ def prune(
     from headprune.planning.strategies import effort_named
 
     key = key_of(
-        "prune", budgets, search, data, loading, measuring, writing.output, writing.overwrite, model, more, distil, seed
+        "prune",
+        budgets,
+        search,
+        data,
+        loading,
+        measuring,
+        writing.output,
+        writing.overwrite,
+        model,
+        more,
+        tasks,
+        distil,
+        seed,
     )
     if "finetune" in typed and not 0 < more.finetune < float("inf"):
         raise HeadPruneError(f"--finetune {more.finetune:g} is no number of epochs.", "Give 1, or a fraction.")
@@ -145,7 +158,7 @@ def prune(
         options = options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
         return PruneConfig(
             options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), more.finetune, methods, source,
-            more.export,
+            more.export, tasks,
         )  # fmt: skip
 
     try:

@@ -139,7 +139,8 @@ def quieten(verbose: bool) -> None:
     import logging
     import warnings
 
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao where it is installed, which warns
+    # transformers imports torchao where it is installed, which warns; so does lm-eval of each model that is in memory
+    for name in ("torchao", "torch.utils._pytree", "lm_eval"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
     import datasets

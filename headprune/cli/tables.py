@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headprune.app.console import Console
-    from headprune.app.documents import Metrics, Run, TimeParts
+    from headprune.app.documents import Metrics, Run, TimeParts, ValueTable
     from headprune.app.report.content import Table
     from headprune.app.runs import RunFolder
     from headprune.app.workflow.scene import Scene
@@ -103,6 +103,8 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
     metrics = folder.read_metrics()
     assert metrics is not None
     _print_summary(console, folder.read_run(), metrics)
+    for table in metrics.tasks:
+        print_values(console, table)
     print_times(console, metrics.latency.rows, metrics.time, metrics.generation, metrics)
     console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
     for b in metrics.budgets:
@@ -131,6 +133,16 @@ def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
     console.result("\n" + "\n".join(filter(None, lines)))
     if metrics.also:
         print_table(console, "On other data", measured.other_table(metrics))
+
+
+def print_values(console: Console, table: ValueTable) -> None:
+    """Print the metrics of models on one dataset or task."""
+    from headprune.app.report.measured import values_table
+
+    of = f"{table.examples:,} examples ({table.data.split})" if table.data else f"{table.examples:,} documents"
+    print_table(console, f"{table.name}: {of}", values_table(table))
+    for note in table.notes:
+        console.result(note)
 
 
 def print_loading(console: Console, folder: Path) -> None:

@@ -35,12 +35,14 @@ class Session(nn.Module):
     Attributes:
         engine: The engine's name and version.
         inputs: Name -> (type, shape) of the file's inputs; a free size is a name.
+        outputs: Names of the file's outputs, in order.
 
     Raises:
         HeadPruneError: The path is none of these, the engine is not installed, or it does not read or run the file.
     """
 
     inputs: dict[str, tuple[torch.dtype, list[int | str]]]
+    outputs: list[str]
 
     def __init__(self, path: Path, exact: bool = True) -> None:
         super().__init__()
@@ -50,7 +52,9 @@ class Session(nn.Module):
         if not file.is_file():
             raise HeadPruneError(f"{path} does not exist.", "headprune export MODEL writes such a file.")
         with self._explain_errors("read"):
-            self.inputs, self._run = _onnxruntime(file) if self._name == "onnxruntime" else _openvino(file, exact)
+            self.inputs, self.outputs, self._run = (
+                _onnxruntime(file) if self._name == "onnxruntime" else _openvino(file, exact)
+            )
         self.engine = f"{self._name} {importlib.metadata.version(self._name)}"
 
     def forward(self, **given: Tensor) -> list[Tensor]:
@@ -95,7 +99,7 @@ def _onnxruntime(file: Path) -> Any:
         dtype = getattr(torch, node.type.removeprefix("tensor(").removesuffix(")"))
         # PyTorch writes some fixed sizes as text.
         inputs[node.name] = dtype, [int(size) if str(size).isdigit() else size for size in node.shape]
-    return inputs, partial(loaded.run, None)
+    return inputs, [node.name for node in loaded.get_outputs()], partial(loaded.run, None)
 
 
 def _openvino(file: Path, exact: bool) -> Any:
@@ -116,7 +120,7 @@ def _openvino(file: Path, exact: bool) -> Any:
         results = request.infer(arrays)
         return [results[i].copy() for i in range(len(compiled.outputs))]
 
-    return inputs, run
+    return inputs, [node.any_name for node in compiled.outputs], run
 
 
 def complete(

@@ -203,6 +203,13 @@ TYPED: list[Row] = [
     row("report {files}/run-bare", "run.json is damaged, or of another version: commands is missing"),
     row("push ./gone me/there", "no folder gone"),
     row("push {bert} me/there", "holds no pruned model"),
+    row("evaluate {bert}", "nothing to measure on"),
+    row("evaluate {bert} a.onnx --tasks a", "a.onnx is for another engine"),
+    row("evaluate a.onnx -d {data}", "a.onnx holds no tokenizer"),
+    row("evaluate {bert} gone/away/too -d {data}", "no model 'gone/away/too'"),
+    row("evaluate {bert} --task-limit 0", "in the range|should be greater", 2),
+    row("evaluate {bert} --tasks a --include-path {files}/gone", "no folder .*gone"),
+    *rows("holds no run that pruned", "compare … {bert}", "{files}/nothing {bert}"),
     *rows("no list of numbers", "bench {bert} {bert} --lengths …", "8;16 long 8,,9 0 99999999999999999999"),
     *rows("no list of numbers", "bench {bert} {bert} --batch-sizes …", "1e3 1,0 -1"),
     Row(("bench", "{bert}", "{bert}", "--batch-sizes", ""), "no list of numbers"),
@@ -234,6 +241,9 @@ LATER: list[Row] = [
     row(f"{SCORE} --text-column body", "no column 'body'"),
     row(f"{SCORE} --task masked-lm", "was not trained for masked-lm"),
     row("bench {bert} {llama}", "Compare alike"),
+    row("evaluate {bert} {llama} -d {data} -L 10", "Compare alike"),
+    row("evaluate {bert} -d {data} --tasks no-such-task", "no task 'no-such-task'"),
+    row("evaluate {bert} gone.onnx -d {data}", "gone.onnx does not exist"),
 ]  # fmt: skip
 
 

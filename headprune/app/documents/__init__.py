@@ -8,3 +8,4 @@ meaning needs a new `headprune.files.SCHEMA`.
 from headprune.app.documents.heads import *  # noqa: F403 - every class there is a document, or part of one
 from headprune.app.documents.metrics import *  # noqa: F403
 from headprune.app.documents.run import *  # noqa: F403
+from headprune.app.documents.values import *  # noqa: F403

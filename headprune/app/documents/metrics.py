@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from headprune.app.documents.run import Environment, Examples, Measured, Training
+from headprune.app.documents.values import ValueTable
 from headprune.app.options import FinetuneOptions
 from headprune.budgets import Budget, Reading, budget_of
 from headprune.documents import Beside, Count, File
@@ -329,6 +330,7 @@ class Metrics(File):
         time: The parts of the dense model's time, for each input of ``latency.rows``; () if they could not be measured.
         generation: Times of models that generate text; () for others.
         also: The second datasets.
+        tasks: Metrics of the dense and the pruned models on tasks of lm-evaluation-harness, by the names in `BudgetResult`.
     """
 
     kind: ClassVar[str] = "metrics"
@@ -346,3 +348,4 @@ class Metrics(File):
     also: tuple[AlsoData, ...] = ()
     exports: tuple[ExportedModel, ...] = ()
     engines: tuple[EngineLatency, ...] = ()
+    tasks: tuple[ValueTable, ...] = ()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headprune import amounts
-from headprune.app.documents import DISTURBED, BudgetResult, Dense, Measured, Metrics, TimeParts
+from headprune.app.documents import DISTURBED, BudgetResult, Dense, Measured, Metrics, TimeParts, ValueTable
 from headprune.app.pictures import new_figure
 from headprune.app.report import numbers, verdict
 from headprune.app.report.content import Figure, Table, listed, notes_by_size
@@ -135,6 +135,16 @@ def other_table(metrics: Metrics) -> Table:
             value, change = numbers.interval(there.pruned, metric), numbers.change(there.change, metric)
             rows.append((name, str(b.kept), value, change, there.change.verdict, gain)[: 5 + len(effect)])
     return Table(["data", "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", *effect], rows)
+
+
+def values_table(table: ValueTable) -> Table:
+    """The metrics of several models on one dataset or task."""
+    rows = []
+    for v in table.values:
+        value, low, high = (None if x is None else numbers.value(x, v.kind) for x in (v.value, v.low, v.high))
+        cells = (numbers.change(v.change, v.kind), v.change.verdict) if v.change else ("", "")
+        rows.append((v.metric, v.model, f"{value}" if low is None else f"{value} ({low} to {high})", *cells))
+    return Table(("metric", "model", "value (95 %)", "change (95 %, paired)", "verdict"), rows)
 
 
 def metrics_table(metrics: Metrics) -> Table:

@@ -7,12 +7,16 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headprune.amounts import digits
 from headprune.app.documents import BudgetRecord, Environment, Measured, TimeParts
 from headprune.evaluation import Change
 from headprune.latency import GenerationRow, LatencyRow, Speedup
 from headprune.metrics import metric_named
+
+if TYPE_CHECKING:
+    from headprune.app.comparison import ComparedModel
 
 
 def value(number: float, metric: str) -> str:
@@ -81,7 +85,7 @@ def ratio(speedup: Speedup) -> str:
     return f"{speedup.ratio:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def shape(row: LatencyRow | BudgetRecord | TimeParts | GenerationRow) -> str:
+def shape(row: LatencyRow | BudgetRecord | TimeParts | GenerationRow | ComparedModel) -> str:
     """The batch size and the length of a timed input."""
     return f"batch {row.batch}" + (f" x {row.length} tokens" if row.length else "")
 

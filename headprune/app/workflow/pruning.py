@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from headprune import latency
-from headprune.app import documents, report, runs
+from headprune.app import documents, harness, report, runs
 from headprune.app.data import Part, load_also
 from headprune.app.options import Options
 from headprune.app.seeing import look
@@ -131,14 +131,17 @@ def open_to_prune(config: search.PruneConfig, scores: Sequence[HeadScores], cons
     """Load the model and the data, and check that they can be pruned as asked.
 
     Raises:
-        HeadPruneError: An unknown export format; budgets that make no sense for the model; scores of another model, or of
+        HeadPruneError: An unknown export format; tasks that do not load, or do not fit the model; budgets that make no sense for the model; scores of another model, or of
             another scoring part.
     """
     for name in config.exports:
         format_named(name)
     config.check_placement()
+    tasks = harness.load_tasks(config.tasks)
     scene = open_scene(config.options, console)
-    scene = replace(scene, parts=load_also(config.options.data, scene.loaded, scene.parts))
+    if tasks:
+        harness.check_model(scene.loaded)
+    scene = replace(scene, parts=load_also(config.options.data, scene.loaded, scene.parts), tasks=tasks)
     for part in scene.parts.also:
         console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
     search.check_search(config, scene)
@@ -183,6 +186,8 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     curve = search.trade_off(search.curves(config, result, trials), controls, result.fits, trials, console)
     pruned_models = [results.carry_out(fit, controls, context) for fit in result.fits]
     metrics = _metrics(context, result, curve, pruned_models)
+    measured = {"dense": context.measure("dense", scene.model)}
+    measured |= {budget.checkpoint: context.measure(f"pruned {budget.asked}", model) for budget, model in pruned_models}
 
     def write() -> None:
         seconds = round(scored.seconds + store.seconds + time.monotonic() - started, 1)
@@ -195,6 +200,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
         for i, fit in enumerate(result.fits):
             fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
         metrics.write(content.metrics_path)
+        documents.ReportValues.of(scene.parts.report, measured).write(content.values_path)
         # Last, since it names the other documents by their checksums.
         content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))
         report.write_cards(content)
@@ -236,6 +242,7 @@ def _metrics(
     metrics = documents.Metrics(
         metric=metric, curve_metric=scene.curve_metric, environment=context.environment, planning=context.config.planning(result), dense=dense,
         budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(context, models),
+        tasks=tuple(results.run_tasks(context, models)),
     )  # fmt: skip
 
     def export() -> documents.Metrics:

@@ -16,7 +16,7 @@ from torch import nn
 
 from headprune import checkpoint, latency
 from headprune.amounts import head_count
-from headprune.app import documents
+from headprune.app import documents, harness
 from headprune.app.data import Part, load_train
 from headprune.app.options import FinetuneOptions
 from headprune.app.runs import RunFolder
@@ -39,7 +39,7 @@ from headprune.plans import PruningPlan
 from headprune.pruned import add_record
 from headprune.repairing import Repair
 from headprune.running import tracked
-from headprune.store import Store
+from headprune.store import Store, digest
 from headprune.surgery import prune
 from headprune.timing import breakdown
 from headprune.trials import Trials
@@ -179,6 +179,25 @@ def _changed_answers(scene: Scene, dense: Measurement, pruned: Measurement) -> t
                 )
             )
     return tuple(sorted(changed, key=lambda each: -abs(each.after - each.before))[:_SHOWN])
+
+
+def run_tasks(context: PruneContext, pruned_models: Sequence[CarriedOut]) -> list[documents.ValueTable]:
+    """The metrics of the dense and every pruned model on each task of lm-evaluation-harness; one process runs them."""
+    options, loaded, tasks, results = context.config.tasks, context.scene.loaded, context.scene.tasks, []
+    if not tasks:
+        return []
+    facts = digest(options.task_limit, *harness.facts_of(tasks))
+
+    def run(name: str, model: nn.Module) -> harness.TaskResults:
+        with context.console.track(f"{', '.join(options.names)}: {name}") as progress:
+            size = context.scene.options.data.batch_size
+            return harness.run_tasks(replace(loaded, model=model), tasks, options.task_limit, size, progress)
+
+    largest = sorted(pruned_models, key=lambda pair: -pair[0].kept)
+    for name, model in [("dense", context.scene.model), *((result.name, model) for result, model in largest)]:
+        make = partial(current().first, "tasks", partial(run, name, model))
+        results.append((name, context.store.get(f"tasks {name} {facts}", make)))
+    return harness.tables_of(results)
 
 
 def mean_of(measurements: Sequence[Measurement]) -> Measurement:

@@ -61,12 +61,17 @@ class Saved:
 
 @dataclass(frozen=True)
 class Scene:
-    """A loaded model with its data and its layers."""
+    """A loaded model with its data and its layers.
+
+    Attributes:
+        tasks: Tasks of lm-evaluation-harness to measure models on (`headprune.app.harness.load_tasks`).
+    """
 
     options: Options
     loaded: LoadedModel
     parts: DataParts
     layers: list[AttentionLayer]
+    tasks: Sequence[Any] = ()
 
     @property
     def model(self) -> nn.Module:

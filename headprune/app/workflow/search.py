@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from headprune import plan_search
 from headprune.app.documents import Planning, Point
-from headprune.app.options import Options
+from headprune.app.options import Options, TaskOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.scene import Console, Scene, budget_input
 from headprune.budgets import Budget, Fit, Subject
@@ -37,6 +37,7 @@ class PruneConfig:
             all of its scores but random.
         source: The run whose scores to use; None scores first, if the search needs scores.
         exports: Formats to write the pruned models in as well, names of `headprune.exporting.FORMATS`.
+        tasks: Tasks of lm-evaluation-harness to measure the dense and the pruned models on.
     """
 
     options: Options
@@ -47,6 +48,7 @@ class PruneConfig:
     methods: Sequence[str] = ()
     source: RunFolder | None = None
     exports: Sequence[str] = ()
+    tasks: TaskOptions = field(default_factory=TaskOptions)
 
     @property
     def needs_scores(self) -> bool:

@@ -1,0 +1,146 @@
+"""Metrics of several models on one dataset or task, and report.npz: what models did on each example."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from headprune.app.data.parts import Part
+from headprune.app.documents.run import Examples
+from headprune.documents import Count
+from headprune.errors import HeadPruneError, first_line
+from headprune.evaluation import Change, Measurement, compare, interval
+from headprune.files import atomic_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricValue:
+    """A metric of a model.
+
+    Attributes:
+        model: Its name.
+        kind: The metric of `headprune.evaluation` that it is compared and written like: ``"accuracy"`` (a mean of shares; changes are in
+            points), ``"perplexity"`` (changes are relative) or ``"loss"`` (a mean; changes are differences).
+        low, high: 95 % interval; None if the metric has none.
+        change: From the first model, paired by example; None for the first model, and if it is not known.
+        note: Why there is no interval or change.
+    """
+
+    model: str
+    metric: str
+    kind: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    change: Change | None = None
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls, model: str, metric: str, measurement: Measurement, first: Measurement | None, *, kind: str = "",
+        higher_is_better: bool | None = None, note: str = "",
+    ) -> MetricValue:  # fmt: skip
+        """From measurements on the same examples.
+
+        Args:
+            metric: A key of ``measurement.metrics``.
+            first: The first model's measurement; None for the first model, and for one that cannot be compared, as ``note`` says.
+            kind: The metric's name by default.
+            higher_is_better: If it is not as for ``kind``.
+        """
+        kind = kind or metric
+        plain = cls(model=model, metric=metric, kind=kind, value=measurement.metrics[metric], note=note)
+        try:
+            low, high = interval(measurement, kind)
+            change = None if first is None else compare(first, measurement, kind)
+        except HeadPruneError as error:
+            return replace(plain, note=note or str(error.args[0]))
+        if change is not None:
+            change = replace(change, metric=metric)
+        if change is not None and higher_is_better is not None and (change.low > 0 or change.high < 0):
+            change = replace(change, verdict="better" if (change.value > 0) == higher_is_better else "worse")
+        return replace(plain, low=low, high=high, change=change)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueTable:
+    """Metrics of models on one dataset or task; the others are compared with the first model.
+
+    Attributes:
+        name: The dataset as the user named it, or the task's name.
+        examples: How many examples, or documents.
+        data: Identifies a dataset's examples; None for a task.
+        notes: What a reader should know.
+    """
+
+    name: str
+    examples: Count
+    data: Examples | None = None
+    values: tuple[MetricValue, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReportValues:
+    """What models did on each reported example, so that the models of two runs can be paired.
+
+    Attributes:
+        rows: ``[examples]``, row numbers in the split.
+        inputs: ``[examples]``, hashes of the inputs.
+        models: By ``"dense"`` or the checkpoint's name; their metrics are not in the file.
+    """
+
+    rows: np.ndarray
+    inputs: np.ndarray
+    models: Mapping[str, Measurement]
+
+    @classmethod
+    def of(cls, part: Part, models: Mapping[str, Measurement]) -> ReportValues:
+        order = part.order()
+        inputs = np.array([int(part.inputs[i], 16) for i in order], np.uint64)
+        return cls(np.array([part.rows[i] for i in order]), inputs, models)
+
+    def common(self, other: ReportValues) -> tuple[list[int], list[int]]:
+        """The places of the examples that are in both, here and there."""
+        places = {key: i for i, key in enumerate(zip(other.rows.tolist(), other.inputs.tolist(), strict=True))}
+        keys = list(zip(self.rows.tolist(), self.inputs.tolist(), strict=True))
+        here = [i for i, key in enumerate(keys) if key in places]
+        return here, [places[keys[i]] for i in here]
+
+    def some(self, model: str, places: Sequence[int]) -> Measurement:
+        """A model's values on some of the examples, without metrics."""
+        m, at = self.models[model], np.asarray(places, dtype=int)
+        return Measurement({}, m.loss[at], m.correct[at], m.tokens[at])
+
+    def write(self, path: Path) -> None:
+        arrays = {"rows": self.rows, "inputs": self.inputs, "tokens": next(iter(self.models.values())).tokens}
+        for name, measurement in self.models.items():
+            arrays |= {f"{name}/loss": measurement.loss, f"{name}/correct": measurement.correct}
+        with atomic_file(path) as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def read(cls, path: Path) -> ReportValues:
+        """Read a file.
+
+        Raises:
+            HeadPruneError: It is damaged.
+        """
+        try:
+            with np.load(path) as file:  # without pickle: it runs no code
+                arrays = {name: file[name] for name in file.files}
+            names = [name.removesuffix("/loss") for name in arrays if name.endswith("/loss")]
+            models = {
+                name: Measurement({}, arrays[f"{name}/loss"], arrays[f"{name}/correct"], arrays["tokens"])
+                for name in names
+            }
+            if len({array.shape for array in arrays.values()}) > 1:
+                raise ValueError("its arrays have different shapes")
+            return cls(arrays["rows"], arrays["inputs"], models)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+            hint = "Copy the whole folder again, or make the run again."
+            raise HeadPruneError(f"{path} is damaged: {first_line(error)}.", hint) from None

@@ -1,0 +1,229 @@
+"""Measures models on the same examples and tasks, one after the other; the first is what the others are compared with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from headprune.app import harness
+from headprune.app.data import DataParts, Part, load_parts
+from headprune.app.data.parts import content_hash
+from headprune.app.documents import Cut, Examples, MetricValue, ValueTable
+from headprune.app.finetune_run import run_of
+from headprune.app.models import LoadedModel, load_model
+from headprune.app.options import DataOptions, LoadOptions, TaskOptions
+from headprune.app.sources import check_source, resolved
+from headprune.app.workflow.scene import Console, seen_before
+from headprune.errors import HeadPruneError
+from headprune.evaluation import Measurement, evaluate
+from headprune.exporting import is_exported
+from headprune.exporting.engines import Session
+from headprune.inputs import is_encoder_decoder, unlabelled
+
+
+def measure_models(
+    sources: Sequence[str], data: DataOptions, loading: LoadOptions, tasks: TaskOptions, console: Console
+) -> list[ValueTable]:
+    """The metrics of models on a dataset's reporting part, as `headprune prune` cuts it, and on tasks of lm-evaluation-harness.
+
+    Args:
+        sources: Models and run folders; after the first also exported files, which get its tokenizer's examples.
+        data: Without a dataset, only tasks are measured.
+
+    Raises:
+        HeadPruneError: There is nothing to measure; a model, data or task does not load; models for different tasks.
+    """
+    _check(sources, data, loading, tasks)
+    ready = harness.load_tasks(tasks)
+    of_data = _OfData(data)
+    of_tasks: list[tuple[str, harness.TaskResults]] = []
+    first: LoadedModel | None = None
+    for source in sources:
+        if first is not None and is_exported(Path(source)):
+            loaded = replace(first, model=EngineModel(Path(source), first), source=source)
+        else:
+            loaded = load_model(source, loading)
+            console.say(*loaded.notes)
+        if first is not None and first.task.name != loaded.task.name:
+            message = f"{sources[0]} is for {first.task.name}, {source} for {loaded.task.name}."
+            raise HeadPruneError(message, "Compare alike.")
+        if ready:
+            harness.check_model(loaded)
+        if data.dataset:
+            of_data.add(source, loaded, console)
+        if ready:
+            with console.track(f"{', '.join(tasks.names)}: {source}") as progress:
+                results = harness.run_tasks(loaded, ready, tasks.task_limit, data.batch_size, progress)
+            of_tasks.append((source, results))
+        first = first or replace(loaded, model=_without_weights(loaded))
+    tables = [of_data.table()] if data.dataset else []
+    return tables + (harness.tables_of(of_tasks) if ready else [])
+
+
+def _without_weights(loaded: LoadedModel) -> nn.Module:
+    """A module with a model's config alone."""
+    shell: Any = nn.Module()
+    shell.config = loaded.config
+    return shell  # type: ignore[no-any-return]
+
+
+def _check(sources: Sequence[str], data: DataOptions, loading: LoadOptions, tasks: TaskOptions) -> None:
+    """Refuse what cannot be measured, before anything is loaded."""
+    loading.check()
+    if not data.dataset and not tasks.names:
+        hint = "Name a dataset with -d, or tasks of lm-evaluation-harness with --tasks."
+        raise HeadPruneError("There is nothing to measure on.", hint)
+    if data.dataset:
+        data.check()
+    exported = [source for source in sources if is_exported(Path(source))]
+    if sources[0] in exported:
+        hint = f"Name the model first that it was made from: headprune evaluate MODEL {sources[0]}"
+        raise HeadPruneError(f"{sources[0]} holds no tokenizer.", hint)
+    if exported and tasks.names:
+        message = f"{exported[0]} is for another engine, and --tasks are run in transformers."
+        raise HeadPruneError(message, "Leave out --tasks, or this file.")
+    for source in sources:
+        if source not in exported:
+            check_source(source)
+            resolved(source)  # a run folder may hold several models
+
+
+@dataclass(frozen=True)
+class _Ordered(Part):
+    """A part that is measured in another order than by the lengths of its own examples: another tokenizer's are others."""
+
+    places: tuple[int, ...] = ()
+
+    def order(self) -> list[int]:
+        return list(self.places)
+
+    @classmethod
+    def like(cls, part: Part, places: Sequence[int]) -> _Ordered:
+        return cls(**{each.name: getattr(part, each.name) for each in fields(Part)}, places=tuple(places))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The reporting part as the first model's tokenizer reads it.
+
+    Attributes:
+        examples: Identifies it.
+        rows: Their row numbers in the split.
+        labels: A hash of what is predicted; for token labels other tokens are others.
+        order: The order in which they are measured.
+        batches: In this order, for exported files.
+    """
+
+    examples: Examples
+    rows: list[int]
+    labels: str
+    order: list[int]
+    batches: list[Any]
+
+    @classmethod
+    def of(cls, part: Part) -> _Reading:
+        return cls(Examples.of(part), part.rows, _labels_of(part), part.order(), list(part.batches()))
+
+    def differs(self, part: Part, per_token: bool) -> str:
+        """Why a model that is measured on a part cannot be compared with the first one; "" if it can."""
+        if (part.split, part.rows) != (self.examples.split, self.rows):
+            return "other examples are left out than for the first model, so they are not compared."
+        if per_token and _labels_of(part) != self.labels:
+            return "its tokens are not the first model's, so values per token are not compared."
+        return ""
+
+
+def _labels_of(part: Part) -> str:
+    return content_hash([feature.get("labels") for feature in part.features])
+
+
+class _OfData:
+    """Models measured on a dataset's reporting part."""
+
+    def __init__(self, data: DataOptions) -> None:
+        self.data, self.values, self.notes = data, list[MetricValue](), list[str]()
+        self.first: tuple[_Reading, Measurement] | None = None
+
+    def add(self, source: str, loaded: LoadedModel, console: Console) -> None:
+        """Measure one more model."""
+        first, why = self.first, ""
+        if first is not None and isinstance(loaded.model, EngineModel):
+            batches = first[0].batches
+            loaded.model(**batches[0])  # its own error, if it takes no examples of this size
+        else:
+            parts = load_parts(self.data, loaded)
+            part = parts.report
+            self._say([*parts.notes, *_seen(source, loaded, parts, self.data)], console)
+            if first is not None:
+                why = first[0].differs(part, loaded.task.metric == "perplexity")
+                part = _Ordered.like(part, first[0].order) if part.rows == first[0].rows else part
+            batches = list(part.batches())
+        with console.track(f"measuring {source}") as progress, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "headprune: EngineModel takes no")  # a file may leave inputs out
+            measurement = evaluate(loaded.model, batches, progress=progress)
+        if first is None:
+            self.first = _Reading.of(part), measurement
+        compared = first[1] if first and not why else None
+        main = loaded.task.metric
+        # The perplexity of classes is nobody's figure.
+        names = (name for name in measurement.metrics if name != "perplexity" or name == main)
+        for metric in sorted(names, key=lambda name: name != main):
+            value = MetricValue.of(source, metric, measurement, compared, note=why and f"{source}: {why}")
+            self.values.append(value)
+            self._say(filter(None, [value.note]), console, loud=False)
+
+    def table(self) -> ValueTable:
+        """What was measured, by metric."""
+        assert self.first is not None
+        names = list(dict.fromkeys(value.metric for value in self.values))
+        values = sorted(self.values, key=lambda value: names.index(value.metric))
+        examples, notes = self.first[0].examples, tuple(self.notes)
+        return ValueTable(
+            name=self.data.dataset, examples=examples.examples, data=examples, values=tuple(values), notes=notes
+        )
+
+    def _say(self, notes: Any, console: Console, loud: bool = True) -> None:
+        """Keep notes, each once."""
+        new = [note for note in notes if note not in self.notes]
+        self.notes += new
+        if loud:
+            console.say(*new)
+
+
+def _seen(source: str, loaded: LoadedModel, parts: DataParts, data: DataOptions) -> list[str]:
+    """A note if examples that are reported here were used to score or choose the heads of a pruned model."""
+    run = run_of(Path(resolved(source)))
+    before = None if run is None else run.options.data
+    if run is None or before is None or (before.dataset, before.subset) != (data.dataset, data.subset):
+        return []
+    if run.parts.same(Cut.of(parts)):
+        return []
+    seen = seen_before(parts, load_parts(before, loaded), True)
+    used = f"{seen:,} of the {len(parts.report):,} examples were used to score or choose the heads of {source}"
+    return [f"{used}: with the options of its run there are none."] if seen else []
+
+
+class EngineModel(nn.Module):
+    """An exported file as a model with named outputs, on the CPU, for `headprune.evaluation`.
+
+    Args:
+        path: As for `Session`.
+        like: The model that it was made from; only its config is used.
+    """
+
+    def __init__(self, path: Path, like: LoadedModel) -> None:
+        super().__init__()
+        self.session, self.config = Session(path), like.config
+        if is_encoder_decoder(self):
+            raise HeadPruneError(
+                f"{path} is an encoder-decoder, which is only measured in transformers.", "Leave it out."
+            )
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        """The file's outputs by name."""
+        return dict(zip(self.session.outputs, self.session(**unlabelled(batch)), strict=True))

@@ -1,0 +1,234 @@
+"""`headprune evaluate` and `headprune compare`, by the command line: each figure against a loop by hand."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from scipy.stats import t as student
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+import headprune as hp
+from tests.support.commands import PRUNE, metrics_of, run, stderr_of
+from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
+from tests.support.zoo import randomise
+
+pytestmark = pytest.mark.usefixtures("brief", "here")
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "{text}"
+doc_to_target: "{target}"
+{more}"""
+GROUP = "group: both\ntask: [choice, twin]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+
+
+def paired(differences: np.ndarray, weights: np.ndarray, least: float = 0.0) -> tuple[float, float, float]:
+    """The mean of differences and its interval, by the formula of `headprune.uncertainty`."""
+    n, mean = len(differences), differences.sum() / weights.sum()
+    errors = [abs(d - mean * w) for d, w in zip(differences, weights, strict=True)]
+    half = (
+        math.sqrt(sum(e**2 for e in errors) + 2 * max(*errors, least) ** 2) / weights.sum() * student.ppf(0.975, n - 1)
+    )
+    return mean, mean - half, mean + half
+
+
+def changes(typed: Any) -> dict[tuple[str, str, str], Any]:
+    """What `evaluate` gives, by table, metric and model."""
+    tables = json.loads(run(*typed, "--json", "-q").stdout)["tables"]
+    return {(t["name"], v["metric"], v["model"]): v for t in tables for v in t["values"]}
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model ``dense`` and with four heads less ``pruned``, and tasks of ours in ``tasks``."""
+    folder = tmp_path_factory.mktemp("writers")
+    model, words = randomise(tf.LlamaForCausalLM(tf.LlamaConfig(**common()))), tokenizer()
+    words.backend_tokenizer.post_processor = None
+    words.bos_token, words.eos_token = "[CLS]", "[SEP]"
+    hp.save(model, folder / "dense", processor=words)
+    hp.prune(model, {"L0": [0, 1], "L1": [2, 3]}, {"input_ids": torch.arange(5, 20)[None]})
+    hp.save(model, folder / "pruned", processor=words)
+    rows = [{"text": r["text"], "choices": [f"{a} {b} {a}", c], "answer": int(i % 3 == 0)}
+            for i, (r, a, b, c) in enumerate(zip(sentences(20, 7), WORDS, WORDS[3:], WORDS[1:], strict=False))]  # fmt: skip
+    data, asked = write_jsonl(folder / "tasks" / "rows.jsonl", rows), {"data": "", "more": "doc_to_choice: choices"}
+    asked |= {"data": data, "kind": "multiple_choice", "text": "{{text}}", "target": "answer"}
+    rolling = {"data": data, "kind": "loglikelihood_rolling", "text": "", "target": "{{text}}", "more": ""}
+    writing = "generation_kwargs: {max_gen_toks: 3, until: [x]}\nmetric_list: [{metric: bleu}]"
+    texts = {
+        "choice": TASK.format(name="choice", **asked), "twin": TASK.format(name="twin", **asked), "both": GROUP,
+        "rolling": TASK.format(name="rolling", **rolling),
+        "writing": TASK.format(name="writing", **rolling | {"kind": "generate_until", "text": "{{text}}", "more": writing}),
+        "gone": TASK.format(name="gone", **asked | {"data": "gone.jsonl"}),
+    }  # fmt: skip
+    for name, text in texts.items():
+        (folder / "tasks" / f"{name}.yaml").write_text(text)
+    return folder
+
+
+def likelihood(model: Any, before: list[int], after: list[int]) -> float:
+    ids = torch.tensor([before + after])
+    return float(
+        model(ids).logits.double().log_softmax(-1)[0, -len(after) - 1 : -1].gather(1, ids[:, -len(after) :].T).sum()
+    )
+
+
+@torch.no_grad()
+def test_tasks_are_the_sums_of_their_documents(writers: Path) -> None:
+    names = [str(writers / name) for name in ("dense", "pruned")]
+    own = ["--include-path", writers / "tasks", "-b", 3]
+    values = changes(["evaluate", *names, "--tasks", "both,rolling,writing", *own])
+    docs = [json.loads(line) for line in (writers / "tasks" / "rows.jsonl").read_text().splitlines()]
+    encode = tokenizer().convert_tokens_to_ids
+    right, lost = [], []
+    for name in names:
+        model = hp.load(name)
+        texts = [encode(doc["text"].split()) for doc in docs]
+        choices = [
+            [likelihood(model, t, encode(c.split())) for c in d["choices"]] for t, d in zip(texts, docs, strict=True)
+        ]
+        right.append(
+            np.array([np.argmax(each) == doc["answer"] for each, doc in zip(choices, docs, strict=True)], float)
+        )
+        lost.append(np.array([-likelihood(model, [2], text) for text in texts]))
+    words, ones = np.array([len(doc["text"].split()) for doc in docs]), np.ones(len(docs))
+    for i, name in enumerate(names):
+        assert values["choice", "acc", name]["value"] == pytest.approx(right[i].mean(), abs=1e-12)
+        assert values["rolling", "word_perplexity", name]["value"] == pytest.approx(
+            math.exp(lost[i].sum() / words.sum())
+        )
+    for task, times in (("choice", 1), ("both", 2)):  # a group's documents are those of its tasks
+        change = values[task, "acc", names[1]]["change"]
+        by_hand = paired(np.tile(right[1] - right[0], times), np.tile(ones, times), 1.0)
+        assert (change["value"], change["low"], change["high"]) == pytest.approx(by_hand)
+    change = values["rolling", "word_perplexity", names[1]]["change"]
+    by_hand = tuple(map(math.expm1, paired(lost[1] - lost[0], words)))
+    assert (change["value"], change["low"], change["high"]) == pytest.approx(by_hand, rel=1e-4)
+    assert change["verdict"] == ("worse" if by_hand[1] > 0 else "better" if by_hand[2] < 0 else "no measurable change")
+    bleu = values["writing", "bleu", names[1]]
+    assert bleu["low"] is None
+    assert "no mean over documents" in bleu["note"]
+    first = changes(["evaluate", names[0], "--tasks", "choice", *own, "--task-limit", 7])
+    assert first["choice", "acc", names[0]]["value"] == pytest.approx(right[0][:7].mean())
+
+
+def test_prune_reports_tasks(writers: Path, data_folder: Path, here: Path) -> None:
+    own = ["--tasks", "choice", "--include-path", writers / "tasks", "--task-limit", 12]
+    run(*PRUNE, 4, writers / "dense", "-d", data_folder, "-L", 20, "-m", "weight-norm", "--no-repair", "-o", "r", *own)
+    (table,) = metrics_of(here / "r")["tasks"]
+    values = changes(["evaluate", writers / "dense", here / "r", *own])
+    names = {"dense": str(writers / "dense"), "4 heads": str(here / "r")}
+    assert [v | {"model": names[v["model"]]} for v in table["values"]] == [*values.values()]
+    assert "`choice`, 12 documents" in (here / "r" / "report.md").read_text()
+
+
+def test_what_no_task_can_do_is_one_line(
+    writers: Path, bert_folder: Path, llama_folder: Path, monkeypatch: Any
+) -> None:
+    own = ["--tasks", "choice", "--include-path", writers / "tasks"]
+    assert "gone cannot be loaded" in stderr_of("evaluate", writers / "dense", *own[:1], "gone", *own[2:], code=1)
+    assert "hellaswag cannot be loaded" in stderr_of("evaluate", writers / "dense", "--tasks", "hellaswag", code=1)
+    assert "for models that write text" in stderr_of("evaluate", bert_folder, *own, code=1)
+    assert "no token for the end" in stderr_of("evaluate", llama_folder, *own, code=1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert 'pip install "headprune[lm-eval]"' in stderr_of("evaluate", writers / "dense", *own, code=1)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, bert_folder: Path, data_folder: Path) -> Path:
+    """Runs ``a`` and ``b`` that report on the same examples, ``c`` on fewer by another seed, and ``d`` on others."""
+    folder = tmp_path_factory.mktemp("runs")
+    options = {
+        "a": [],
+        "b": ["--no-repair"],
+        "c": ["--report-limit", 25, "--seed", 1],
+        "d": ["--report-split", "validation"],
+    }
+    for name, more in options.items():
+        run(*PRUNE, 3, bert_folder, "-d", data_folder, "-L", 40, "-m", "weight-norm", "-o", folder / name, *more)
+    return folder
+
+
+def correct(folder: Path) -> np.ndarray:
+    """Whether a saved model is right, for each sentence of the test split."""
+    model, words, rows = hp.load(folder), tf.AutoTokenizer.from_pretrained(folder), sentences(40, 3)
+    guesses = [int(model(**words(row["text"], return_tensors="pt", truncation=True)).logits.argmax()) for row in rows]
+    return np.array([guess == row["label"] for guess, row in zip(guesses, rows, strict=True)], float)
+
+
+def test_evaluate_gives_what_prune_reports(runs: Path, bert_folder: Path, data_folder: Path) -> None:
+    """Also of a file for another engine, in that engine."""
+    run("export", runs / "a", "--to", "onnx", "-o", "a.onnx", "-q")
+    typed = ["evaluate", bert_folder, runs / "a", "a.onnx", runs / "c", "-d", data_folder, "-L", 40]
+    values = changes(typed)
+    told = metrics_of(runs / "a")
+    (budget,) = told["budgets"]
+    for model, measured, change in (
+        (bert_folder, told["dense"], None), (runs / "a", budget["pruned"], budget["change"]), ("a.onnx", budget["pruned"], budget["change"])
+    ):  # fmt: skip
+        value = values[str(data_folder), "accuracy", str(model)]
+        got = {"value": value["value"], "low": value["low"], "high": value["high"]}
+        assert got == {"value": measured["metrics"]["accuracy"], "low": measured["low"], "high": measured["high"]}
+        assert value["change"] == change
+    said = run(*typed).stdout
+    assert f"{100 * budget['pruned']['metrics']['accuracy']:.1f} %" in said
+    assert "were used to score or choose" not in said
+
+
+def test_other_tokenizers_are_paired_by_row(runs: Path, data_folder: Path) -> None:
+    """A tokenizer of letters sorts texts otherwise by length; and a run's own options say which examples are held out."""
+    raw = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?# abcdefghijklmnopqrstuvwxyz")}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    letters = tf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="#", unk_token="?", model_max_length=32)
+    hp.save(randomise(tf.BertForSequenceClassification(tf.BertConfig(**common()))), "letters", processor=letters)
+    values = changes(["evaluate", runs / "a", "letters", "-d", data_folder, "-L", 40])
+    by_hand = paired(correct(Path("letters")) - correct(runs / "a" / "pruned-3"), np.ones(40), 1.0)
+    change = values[str(data_folder), "accuracy", "letters"]["change"]
+    assert [change[key] for key in ("value", "low", "high")] == pytest.approx(by_hand)
+    typed = ["evaluate", runs / "a", "-d", data_folder, "-L", 20, "--report-split", "train"]
+    assert re.search(r"\d+ of the \d+ examples were used to score or choose", " ".join(run(*typed).stdout.split()))
+
+
+def test_runs_are_paired_where_their_examples_are_the_same(runs: Path) -> None:
+    document = json.loads(run("compare", runs / "a", runs / "b", "--json").stdout)
+    (pair,) = document["pairs"]
+    by_hand = paired(correct(runs / "b" / "pruned-3") - correct(runs / "a" / "pruned-3"), np.ones(40), 1.0)
+    assert pair["paired"]
+    assert [pair["change"][key] for key in ("value", "low", "high")] == pytest.approx(by_hand)
+    assert document["options"] == {"repair": ["yes", "no"]}
+    document = json.loads(run("compare", runs / "a", runs / "c", "--json").stdout)
+    (pair,), rows = document["pairs"], np.load(runs / "c" / "report.npz")["rows"]  # in another order than in a
+    by_hand = paired((correct(runs / "c" / "pruned-3") - correct(runs / "a" / "pruned-3"))[rows], np.ones(25), 1.0)
+    assert [pair["change"][key] for key in ("value", "low", "high")] == pytest.approx(by_hand)
+    assert pair["paired"]
+    said = run("compare", runs / "a", runs / "c").stdout
+    assert "of the 25 examples that both runs report on, of 40 and 25" in said
+    assert re.search("report_limit +2000 +25", said)
+
+
+def test_runs_without_common_examples_are_independent(runs: Path) -> None:
+    folders = (runs / "a", runs / "d")
+    document = json.loads(run("compare", *folders, "--json").stdout)
+    (pair,), halves = document["pairs"], [m["budgets"][0]["pruned"] for m in map(metrics_of, folders)]
+    half = math.hypot(*((m["high"] - m["low"]) / 2 for m in halves))
+    value = halves[1]["metrics"]["accuracy"] - halves[0]["metrics"]["accuracy"]
+    assert not pair["paired"]
+    assert [pair["change"][key] for key in ("value", "low", "high")] == pytest.approx(
+        [value, value - half, value + half]
+    )
+    assert "nothing is paired" in run("compare", *folders).stdout
+
+
+def test_values_of_another_run_are_refused(runs: Path, here: Path) -> None:
+    for name, content in (("a", b"no arrays"), ("b", (runs / "c" / "report.npz").read_bytes())):
+        kept = (runs / name / "report.npz").read_bytes()
+        (runs / name / "report.npz").write_bytes(content)
+        assert "another run's" in stderr_of("compare", runs / "a", runs / "b", code=1)
+        (runs / name / "report.npz").write_bytes(kept)
