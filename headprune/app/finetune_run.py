@@ -19,7 +19,7 @@ from headprune.app.sources import half_of, holds, name_of
 from headprune.app.workflow.cost import announce, cost_of_training
 from headprune.app.workflow.scene import Console, Scene, changed_options, open_scene, seen_before
 from headprune.errors import HeadPruneError
-from headprune.evaluation import compare, evaluate
+from headprune.evaluation import compare
 from headprune.files import write_file
 from headprune.fingerprint import config_hash, has_identity, processor_hash
 from headprune.inputs import model_device
@@ -100,7 +100,7 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
     announce(console, lambda: cost_of_training(pruned, train, parts.choose, parts.report, config.training.epochs))
     with console.track("fine-tuning") as progress:
         tuned, training = finetune(
-            pruned, scene.model, train, parts.choose, config.training, folder.unfinished / "training", metric=metric,
+            pruned, scene.model, train, parts.choose, config.training, folder.unfinished / "training", metric=scene.measures.own,
             progress=progress, say=console.say,
         )  # fmt: skip
     content, origin = folder.unfinished / "content", {"from": str(source)}
@@ -109,7 +109,7 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
     measured = {}
     for name, model in models.items():
         with console.track(f"measuring the {name} model") as progress:
-            measured[name] = evaluate(model, parts.report.batches(), progress=progress)
+            measured[name] = scene.measures.evaluate(model, parts.report, progress)
     pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
     asked = {**vars(config.training), "dtype": options.loading.dtype, "train_limit": config.train_limit}
     record = documents.FinetuneRecord(

@@ -138,7 +138,11 @@ class Metric:
                 raise self._undefined(len(answers), first_line(error)) from error
         if not np.isfinite(value):
             raise self._undefined(len(answers), f"it is {value}")
-        return value, Jackknife(without, self.higher, self.width, self.lowest)
+        return value, self.jackknife(without)
+
+    def jackknife(self, without: np.ndarray) -> Jackknife:
+        """The metric's values without some examples, ``[groups]``, with its scale."""
+        return Jackknife(without, self.higher, self.width, self.lowest)
 
     def _measure(self, answers: Answers) -> tuple[float, np.ndarray]:
         if self.sums is not None:

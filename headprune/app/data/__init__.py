@@ -7,8 +7,7 @@ Training may use the scored examples, but none of the other two parts.
 of `encodings`, one for each task. `parts` cuts the data into parts and encodes them.
 """
 
-from headprune.app.data.answers import texts_of
 from headprune.app.data.parts import DataParts, Part, load_also, load_parts, load_train
 from headprune.app.options import DataOptions
 
-__all__ = ["DataOptions", "DataParts", "Part", "load_also", "load_parts", "load_train", "texts_of"]
+__all__ = ["DataOptions", "DataParts", "Part", "load_also", "load_parts", "load_train"]

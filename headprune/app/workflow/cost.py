@@ -134,7 +134,7 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
 
 def _seconds_of_texts(scene: Scene) -> float:
     """Seconds in which a model answers the reporting part with texts, by its batch of median size; 0 where it does not."""
-    texts, batches = scene.texts(scene.parts.report), list(scene.parts.report.batches())
+    texts, batches = scene.measures.texts(scene.parts.report), list(scene.parts.report.batches())
     if texts is None:
         return 0.0
     device, middle = model_device(scene.model), len(batches) // 2

@@ -178,7 +178,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
     trials = search.trials_of(scene, config, store)
     context = results.PruneContext(config, scene, trials, store, content, console, environment)
-    if scene.metrics:  # one that is not defined here must not stop the run in its last minute
+    if scene.measures.further:  # one that is not defined here must not stop the run in its last minute
         context.measure("dense", scene.model)
     result = _search(context, candidates)
     controls = search.random_orders(scene, config, result.fits)
@@ -240,7 +240,7 @@ def _metrics(
     )  # fmt: skip
     also = [documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also]
     metrics = documents.Metrics(
-        metric=metric, curve_metric=scene.curve_metric, environment=context.environment, planning=context.config.planning(result), dense=dense,
+        metric=metric, curve_metric=scene.measures.for_plans, environment=context.environment, planning=context.config.planning(result), dense=dense,
         budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(context, models),
         tasks=tuple(results.run_tasks(context, models)),
     )  # fmt: skip

@@ -79,13 +79,13 @@ class PruneContext:
         def make() -> Measurement:
             with self.console.track(f"measuring: {name}") as progress:
                 if isinstance(what, nn.Module):
-                    return self.scene.evaluate(what, part, progress)
+                    return self.scene.measures.evaluate(what, part, progress)
                 model = self.scene.model
                 with (
                     self.trials.repaired(what) if repaired else nullcontext(),
                     mask(model, what, layers=self.scene.layers),
                 ):
-                    return self.scene.evaluate(model, part, progress)
+                    return self.scene.measures.evaluate(model, part, progress)
 
         # The second datasets are not in the key of the run's store.
         return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash}", make)
@@ -136,7 +136,7 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
         budget=record, notes=(*plan.notes, *filter(None, [saved.note])),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
         pruned=documents.Measured.of(pruned, metric), change=compare(dense, pruned, metric),
-        changes=tuple(compare(dense, pruned, name) for name in scene.metrics[1:]), answers=_changed_answers(scene, dense, pruned),
+        changes=tuple(compare(dense, pruned, name) for name in scene.measures.further[1:]), answers=_changed_answers(scene, dense, pruned),
         random=tuple(measurement.metrics[metric] for measurement in random),
         over_random=compare(mean_of(random), like_random, metric),
         also=tuple(_measure_also(context, plan, model, part) for part in scene.parts.also),
@@ -164,7 +164,7 @@ _SHOWN = 20  # changed answers
 def _changed_answers(scene: Scene, dense: Measurement, pruned: Measurement) -> tuple[documents.ChangedAnswer, ...]:
     """The answers in texts that changed the run's metric most, each measured alone."""
     part, metric = scene.parts.report, metric_named(scene.metric)
-    texts = scene.texts(part)
+    texts = scene.measures.texts(part)
     if texts is None or TEXTS not in metric.forms:
         return ()
     changed = []
@@ -258,14 +258,14 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
     from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
 
     scene, console = context.scene, context.console
-    before = documents.Measured.of(scene.evaluate(pruned, scene.parts.report), scene.metric)
+    before = documents.Measured.of(scene.measures.evaluate(pruned, scene.parts.report), scene.metric)
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
     console.say(*notes)
     options = FinetuneOptions(epochs=context.config.finetune, seed=scene.options.seed)
     with console.track("fine-tuning") as progress:
         model, training = finetune(
             pruned, scene.model, train, scene.parts.choose, options, context.content.path.parent / f"finetune-{asked}",
-            metric=scene.metric, progress=progress, say=console.say,
+            metric=scene.measures.own, progress=progress, say=console.say,
         )  # fmt: skip
     return model, documents.Trained(**vars(training), options=options, before=before)
 

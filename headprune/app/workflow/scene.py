@@ -16,23 +16,21 @@ import torch
 from torch import nn
 
 from headprune import checkpoint, latency
-from headprune.app.data import DataOptions, DataParts, Part, load_parts, texts_of
+from headprune.app.data import DataOptions, DataParts, load_parts
 from headprune.app.documents import Cut, Examples
-from headprune.app.models import LoadedModel, load_model, numbers_given, positions_of
+from headprune.app.measures import Measures
+from headprune.app.models import LoadedModel, load_model, positions_of
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import name_of, narrow, placed, placing_of, stored_size, widen
 from headprune.attention import AttentionLayer
 from headprune.batches import is_out_of_memory, shaped
 from headprune.errors import HeadPruneError, PruneError, ScoresError, first_line
-from headprune.evaluation import Measurement, Texts, evaluate
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
 from headprune.inputs import call, model_device, move, unlabelled, without_labels
-from headprune.metrics import TEXTS, metric_named
 from headprune.offload import copied
 from headprune.parallel import current
 from headprune.plan_search import SearchConsole
-from headprune.running import Progress
 from headprune.scoring import HeadScores, method_and_settings
 from headprune.scoring.base import method_named
 from headprune.surgery import answers
@@ -83,39 +81,12 @@ class Scene:
         return next(self.parts.score.batches(2))
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """The metrics that are measured beside the task's own: those asked for, or Spearman's correlation for numbers."""
-        asked = self.options.measuring.metric
-        return asked or (("spearman",) if numbers_given(self.loaded) == "1 number" else ())
+    def measures(self) -> Measures:
+        return Measures(self.loaded, self.options.measuring)
 
     @property
     def metric(self) -> str:
-        """The metric that decides: the first one asked for, or the task's own."""
-        return next(iter(self.metrics), self.own_metric)
-
-    @property
-    def own_metric(self) -> str:
-        """The metric that the model's logits and labels give without further work."""
-        return self.loaded.task.metric if numbers_given(self.loaded) is None else "loss"
-
-    @property
-    def curve_metric(self) -> str:
-        """The metric of plans on the choosing part: `metric`, unless it is of texts, which would be generated for every plan."""
-        return self.own_metric if TEXTS in metric_named(self.metric).forms else self.metric
-
-    def evaluate(self, model: nn.Module, part: Part, progress: Progress | None = None) -> Measurement:
-        """Measure a model on a part, by the run's metrics."""
-        texts = self.texts(part)
-        return evaluate(model, part.batches(), metrics=self.metrics, texts=texts, progress=progress)
-
-    def texts(self, part: Part) -> Texts | None:
-        """How a model answers a part's examples with texts, if a metric needs them.
-
-        Raises:
-            HeadPruneError: The model's task has no such answers.
-        """
-        needed = any(TEXTS in metric_named(name).forms for name in self.metrics)
-        return texts_of(part, self.loaded, self.options.measuring) if needed else None
+        return self.measures.first
 
     @property
     def maskable(self) -> list[AttentionLayer]:

@@ -123,15 +123,15 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
     else:
         plan_search.constraints_of(config.search, scene.maskable)
         for budget in config.search.budgets:
-            if budget.by_metric and scene.metric != scene.curve_metric:
+            if budget.by_metric and scene.metric != scene.measures.for_plans:
                 message = (
                     f"{budget.flag} measures every plan that is tried, and {scene.metric} would be generated each time."
                 )
                 raise HeadPruneError(message, f"Give --keep, or leave out --metric {scene.metric}.")
             budget.check_dense(subject_for(budget, scene))
-    scene.texts(scene.parts.report)
-    metric = scene.own_metric
-    if metric in measurable(scene.model, scene.parts.report.batches(), scene.metrics):
+    scene.measures.texts(scene.parts.report)
+    metric = scene.measures.own
+    if metric in measurable(scene.model, scene.parts.report.batches(), scene.measures.further):
         return
     what, name = f"The {metric} of {scene.options.model}", scene.loaded.task.name
     if metric == "perplexity":
@@ -149,7 +149,7 @@ def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> 
     """The `Trials` of plans on the scene's choosing part."""
     return Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
-        repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.curve_metric,
+        repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.measures.for_plans,
         store=store or Store(),
     )  # fmt: skip
 
