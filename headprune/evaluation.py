@@ -65,7 +65,7 @@ class Measurement:
             HeadPruneError: There is no such metric, or it is not known for this model.
         """
         if metric not in LOSSES:
-            message = f"There is no interval of {metric!r}: it was not measured so."
+            message = f"There is no interval of {metric!r}: it was not asked for."
             raise HeadPruneError(
                 message, f"Choose from {', '.join([*LOSSES, *self.jackknife])}, or evaluate with metrics=[{metric!r}]."
             )
