@@ -16,9 +16,9 @@ from headprune.app.data.parts import content_hash
 from headprune.app.documents import Cut, Examples, MetricValue, ValueTable
 from headprune.app.finetune_run import run_of
 from headprune.app.measures import Measures
-from headprune.app.models import LoadedModel, load_model
+from headprune.app.models import LoadedModel, config_of, load_model, task_of
 from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
-from headprune.app.sources import check_source, resolved
+from headprune.app.sources import check_source, resolved, split_revision
 from headprune.app.workflow.scene import Console, seen_before
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement
@@ -52,9 +52,6 @@ def measure_models(
         else:
             loaded = load_model(source, loading)
             console.say(*loaded.notes)
-        if first is not None and first.task.name != loaded.task.name:
-            message = f"{sources[0]} is for {first.task.name}, {source} for {loaded.task.name}."
-            raise HeadPruneError(message, "Compare alike.")
         if ready:
             harness.check_model(loaded)
         if data.dataset:
@@ -90,10 +87,19 @@ def _check(sources: Sequence[str], data: DataOptions, loading: LoadOptions, task
     if exported and tasks.names:
         message = f"{exported[0]} is for another engine, and --tasks are run in transformers."
         raise HeadPruneError(message, "Leave out --tasks, or this file.")
+    first = ""
     for source in sources:
-        if source not in exported:
-            check_source(source)
-            resolved(source)  # a run folder may hold several models
+        if source in exported:
+            if not Path(source).exists():
+                raise HeadPruneError(f"{source} does not exist.", "`headprune export MODEL` writes such a file.")
+            continue
+        check_source(source)
+        name, revision = split_revision(resolved(source))  # a run folder may hold several models
+        common = {"revision": revision, "trust_remote_code": loading.trust_remote_code}
+        task = task_of(config_of(name, common), loading.task, source).name
+        if first and task != first:
+            raise HeadPruneError(f"{sources[0]} is for {first}, {source} for {task}.", "Compare alike.")
+        first = task
 
 
 @dataclass(frozen=True)
