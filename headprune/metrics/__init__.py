@@ -52,10 +52,9 @@ def metric_named(name: str) -> Metric:
     if found is None:
         from sklearn.metrics import get_scorer_names
 
-        more = ", ".join(n for n in get_scorer_names() if n not in METRICS)
-        raise HeadPruneError(
-            f"There is no metric {name!r}.", f"Choose from {', '.join(METRICS)}; of scikit-learn {more}."
-        )
+        close = get_close_matches(name.lower(), get_scorer_names(), n=8, cutoff=0.4) or ["f1_macro", "roc_auc"]
+        hint = f"Choose from {', '.join(METRICS)}, or a scorer of scikit-learn, such as {', '.join(close)}."
+        raise HeadPruneError(f"There is no metric {name!r:.60}.", hint)
     return found
 
 
