@@ -163,7 +163,8 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     if half := scene.loaded.stored:
         console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
     run = run_document(scene, folder) if source is None else run_after(source.read_run(), scene, folder)
-    announce(console, lambda: cost_of_pruning(scene, config, scores))
+    known = search.known_orders(config, scene, scores)
+    announce(console, lambda: cost_of_pruning(scene, config, scores, planned=known is not None))
     scored = Store()
     if source is None:
         scores, scored = score_all(scene, config.methods_to_score, folder, console)
@@ -180,6 +181,11 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     context = results.PruneContext(config, scene, trials, store, content, console, environment)
     if scene.measures.further:  # one that is not defined here must not stop the run in its last minute
         context.measure("dense", scene.model)
+    if known:
+        where = source.path if source else ""
+        console.say(f"Heads go in the orders that were made for {where} (--no-resume searches anew).")
+        for name in known.orders:
+            store.get(f"order {name}", partial(known.orders.__getitem__, name))
     result = _search(context, candidates)
     controls = search.random_orders(scene, config, result.fits)
     console.say(*dict.fromkeys(note for fit in result.fits for note in fit.plan.notes))
@@ -200,6 +206,8 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
         for i, fit in enumerate(result.fits):
             fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
         metrics.write(content.metrics_path)
+        if config.plan is None:
+            (known or search.orders_document(config, scene, candidates, result)).write(content.orders_path)
         documents.ReportValues.of(scene.parts.report, measured).write(content.values_path)
         # Last, since it names the other documents by their checksums.
         content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))
