@@ -122,8 +122,9 @@ def plan_run(config: search.PruneConfig, console: Console) -> tuple[list[HeadSco
     """The existing scores, and the plans that `prune_run` would carry out; nothing is written."""
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
-    announce(console, lambda: cost_of_pruning(scene, config, scores))
-    trials = search.trials_of(scene, config)
+    known = search.known_orders(config, scene, scores, console)
+    announce(console, lambda: cost_of_pruning(scene, config, scores, planned=known is not None))
+    trials = search.trials_of(scene, config, known=known)
     return scores, search.search_or_plan(scene, config, config.candidates(scores), trials, console)
 
 
@@ -163,7 +164,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     if half := scene.loaded.stored:
         console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
     run = run_document(scene, folder) if source is None else run_after(source.read_run(), scene, folder)
-    known = search.known_orders(config, scene, scores)
+    known = search.known_orders(config, scene, scores, console)
     announce(console, lambda: cost_of_pruning(scene, config, scores, planned=known is not None))
     scored = Store()
     if source is None:
@@ -177,15 +178,10 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     assert store.folder is not None
     content = runs.RunFolder(store.folder / "content")
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
-    trials = search.trials_of(scene, config, store)
+    trials = search.trials_of(scene, config, store, known)
     context = results.PruneContext(config, scene, trials, store, content, console, environment)
     if scene.measures.further:  # one that is not defined here must not stop the run in its last minute
         context.measure("dense", scene.model)
-    if known:
-        where = source.path if source else ""
-        console.say(f"Heads go in the orders that were made for {where} (--no-resume searches anew).")
-        for name in known.orders:
-            store.get(f"order {name}", partial(known.orders.__getitem__, name))
     result = _search(context, candidates)
     controls = search.random_orders(scene, config, result.fits)
     console.say(*dict.fromkeys(note for fit in result.fits for note in fit.plan.notes))

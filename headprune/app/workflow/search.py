@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 from headprune import plan_search
 from headprune.app.documents import Orders, Planning, Point
@@ -149,13 +150,17 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
 RANDOM_DRAWS = 3
 
 
-def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> Trials:
-    """The `Trials` of plans on the scene's choosing part."""
-    return Trials(
+def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None, known: Orders | None = None) -> Trials:
+    """The `Trials` of plans on the scene's choosing part; ``known`` orders are not made again."""
+    biases = plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers)
+    trials = Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
-        repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.measures.for_plans,
-        store=store or Store(),
+        repair=config.search.repair, biases=biases, metric=scene.measures.for_plans, store=store or Store(),
     )  # fmt: skip
+    orders = known.orders if known else {}
+    for name in orders:
+        trials.store.get(f"order {name}", partial(orders.__getitem__, name))
+    return trials
 
 
 def search_or_plan(
@@ -174,7 +179,7 @@ def search_or_plan(
     return plan_search.SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
 
 
-def known_orders(config: PruneConfig, scene: Scene, scores: Sequence[HeadScores]) -> Orders | None:
+def known_orders(config: PruneConfig, scene: Scene, scores: Sequence[HeadScores], console: Console) -> Orders | None:
     """The orders of the run that the scores are from, if a search for these budgets would make the like; else None."""
     source = config.source
     if source is None or config.plan is not None or config.anew:
@@ -182,7 +187,10 @@ def known_orders(config: PruneConfig, scene: Scene, scores: Sequence[HeadScores]
     known, counts = source.read_orders(), _counts(config, scene)
     if known is None or known.made_from != _made_from(config, scene, config.candidates(scores)):
         return None
-    return known if all(count is not None and count >= known.fewest for count in counts) else None
+    if not all(count is not None and count >= known.fewest for count in counts):
+        return None
+    console.say(f"Heads go in the orders that were made for {source.path} (--no-resume searches anew).")
+    return known
 
 
 def orders_document(
