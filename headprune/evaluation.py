@@ -161,12 +161,8 @@ def evaluate(
         # Copies, not views of larger tensors: they may be sent to other processes.
         parts = (outcome.predictions, outcome.targets, outcome.scores if asked else [])
         copies = ([t.cpu().clone() for t in each] for each in parts)
-        return (
-            outcome.loss.cpu().double(),
-            outcome.tokens.cpu(),
-            *copies,
-            texts.read(model, batch, first) if texts else [],
-        )
+        written = texts.read(model, batch, first) if texts else []
+        return outcome.loss.cpu().double(), outcome.tokens.cpu(), *copies, written
 
     with together(accelerator, model, kept), quiet(model, exact=False, attributes=False), torch.inference_mode():
         with uncompiled():  # otherwise single examples would each cause a compilation
@@ -175,23 +171,39 @@ def evaluate(
         tasks = [partial(outcome_of, batch, first) for batch, first in zip(prepared, starts, strict=False)]
         outcomes = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
     loss, tokens, *lists = zip(*outcomes, strict=True)
-    guesses, truths, scores, written = ([value for batch in each for value in batch] for each in lists)
-    all_loss, all_tokens = torch.cat(loss).numpy(), torch.cat(tokens).numpy()
-    if not np.isfinite(all_loss).all():
-        bad = int(np.flatnonzero(~np.isfinite(all_loss))[0])
-        message = f"The loss of example {bad} (in the order given) is {all_loss[bad]}."
-        raise HeadPruneError(message, "Check its label and text, or use --dtype float32.")
-    pairs = zip(guesses, truths, strict=True) if guesses else ()
-    correct = [(p == t).sum().item() for p, t in pairs] or [float("nan")] * len(all_loss)
-    measurement = Measurement({}, all_loss, np.asarray(correct, dtype=np.float64), all_tokens, texts=tuple(written))
-    measurement.metrics.update(_metrics(measurement, guesses, truths, losses))
-    if further := [metric for metric in asked if metric.name not in LOSSES]:
-        answers = _answers(model, losses.use.convention, guesses, truths, scores)
-        in_texts = Answers(TEXTS, written, texts.references) if texts else answers
-        for metric in further:
-            value, jackknife = metric.measure(in_texts if texts else answers)
+    *read, written = ([value for batch in each for value in batch] for each in lists)
+    measurement = _measurement(torch.cat(loss).numpy(), torch.cat(tokens).numpy(), read[0], read[1], losses)
+    if texts:
+        measurement = replace(measurement, texts=tuple(written))
+    for metric in asked:
+        if metric.name not in LOSSES:
+            of_texts = texts and (TEXTS in metric.forms or not metric.forms)
+            answers = _in_texts(written, texts) if of_texts and texts else _answers(model, losses.use.convention, *read)
+            value, jackknife = metric.measure(answers)
             measurement.metrics[metric.name], measurement.jackknife[metric.name] = value, jackknife
     return measurement
+
+
+def _measurement(
+    loss: np.ndarray, tokens: np.ndarray, guesses: list[Tensor], truths: list[Tensor], losses: ExampleLoss
+) -> Measurement:
+    """Losses and correct labels of each example, with the metrics that are given unasked."""
+    if not np.isfinite(loss).all():
+        bad = int(np.flatnonzero(~np.isfinite(loss))[0])
+        message = f"The loss of example {bad} (in the order given) is {loss[bad]}."
+        raise HeadPruneError(message, "Check its label and text, or use --dtype float32.")
+    pairs = zip(guesses, truths, strict=True) if guesses else ()
+    correct = [(p == t).sum().item() for p, t in pairs] or [float("nan")] * len(loss)
+    measurement = Measurement({}, loss, np.asarray(correct, dtype=np.float64), tokens)
+    measurement.metrics.update(_metrics(measurement, guesses, truths, losses))
+    return measurement
+
+
+def _in_texts(written: Sequence[str], texts: Texts) -> Answers:
+    if len(written) != len(texts.references):
+        message = f"There are {len(texts.references):,} references for {len(written):,} texts."
+        raise HeadPruneError(message, "Give one, or a list of several, for each example.")
+    return Answers(TEXTS, written, texts.references)
 
 
 def _answers(
@@ -199,7 +211,8 @@ def _answers(
 ) -> Answers:
     """A model's answers as metrics take them, from `headprune.conventions.Outcome`."""
     form = _FORMS.get(convention or "", "")
-    names = tuple(map(str, (getattr(getattr(model, "config", None), "id2label", None) or {}).values()))
+    named = getattr(getattr(model, "config", None), "id2label", None) or {}
+    names = tuple(str(named[number]) for number in sorted(named))
     values: list[Any] = [t.numpy() for t in (scores if form == NUMBERS else guesses)]
     right: list[Any] = [t.numpy() for t in truths]
     if form in (LABELS, NUMBERS) and all(t.size == 1 for t in right):

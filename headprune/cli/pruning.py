@@ -126,20 +126,8 @@ def prune(
     from headprune.planning.strategies import effort_named
 
     key = key_of(
-        "prune",
-        budgets,
-        search,
-        data,
-        loading,
-        measuring,
-        writing.output,
-        writing.overwrite,
-        model,
-        more,
-        tasks,
-        distil,
-        seed,
-    )
+        "prune", budgets, search, data, loading, measuring, writing.output, writing.overwrite, model, more, tasks, distil, seed,
+    )  # fmt: skip
     if "finetune" in typed and not 0 < more.finetune < float("inf"):
         raise HeadPruneError(f"--finetune {more.finetune:g} is no number of epochs.", "Give 1, or a fraction.")
     search = replace(search, budgets=budgets.parse(), repair=not more.no_repair)

@@ -145,6 +145,8 @@ def open_to_prune(config: search.PruneConfig, scores: Sequence[HeadScores], cons
     scene = replace(scene, parts=load_also(config.options.data, scene.loaded, scene.parts), tasks=tasks)
     for part in scene.parts.also:
         console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
+    if half := scene.loaded.stored:
+        console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
     search.check_search(config, scene)
     if config.source is not None:
         console.say(*check_same(scene, scores, config.source))
@@ -161,8 +163,6 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     started, source = time.monotonic(), config.source
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
-    if half := scene.loaded.stored:
-        console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
     run = run_document(scene, folder) if source is None else run_after(source.read_run(), scene, folder)
     known = search.known_orders(config, scene, scores, console)
     announce(console, lambda: cost_of_pruning(scene, config, scores, planned=known is not None))
