@@ -150,11 +150,9 @@ def evaluate(
             the model's, or is not defined for these examples.
     """
     asked = [metric_of(metric) for metric in metrics]
-    device = model_device(model)
-    kept = [move(batch, device) for batch in listed(batches)]
+    losses, kept = ExampleLoss(model, loss_fn), [move(batch, model_device(model)) for batch in listed(batches)]
     if not kept:
         raise HeadPruneError("There are no examples to evaluate on.", "Give batches of at least one example.")
-    losses = ExampleLoss(model, loss_fn)
 
     def outcome_of(batch: Any, first: int) -> tuple[Any, ...]:
         outcome = losses.outcome(batch)
@@ -170,36 +168,35 @@ def evaluate(
         starts = accumulate(map(losses.rows.size, prepared), initial=0)
         tasks = [partial(outcome_of, batch, first) for batch, first in zip(prepared, starts, strict=False)]
         outcomes = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
-    loss, tokens, *lists = zip(*outcomes, strict=True)
-    *read, written = ([value for batch in each for value in batch] for each in lists)
-    measurement = _measurement(torch.cat(loss).numpy(), torch.cat(tokens).numpy(), read[0], read[1], losses)
-    if texts:
-        measurement = replace(measurement, texts=tuple(written))
+    measurement, read, written = _measurement(outcomes, losses)
     for metric in asked:
         if metric.name not in LOSSES:
-            of_texts = texts and (TEXTS in metric.forms or not metric.forms)
-            answers = _in_texts(written, texts) if of_texts and texts else _answers(model, losses.use.convention, *read)
-            value, jackknife = metric.measure(answers)
-            measurement.metrics[metric.name], measurement.jackknife[metric.name] = value, jackknife
+            as_texts = texts is not None and (TEXTS in metric.forms or not metric.forms)
+            answers = _in_texts(written, texts) if as_texts else _answers(model, losses.use.convention, *read)
+            measurement.metrics[metric.name], measurement.jackknife[metric.name] = metric.measure(answers)
     return measurement
 
 
 def _measurement(
-    loss: np.ndarray, tokens: np.ndarray, guesses: list[Tensor], truths: list[Tensor], losses: ExampleLoss
-) -> Measurement:
-    """Losses and correct labels of each example, with the metrics that are given unasked."""
+    outcomes: Sequence[tuple[Any, ...]], losses: ExampleLoss
+) -> tuple[Measurement, list[list[Tensor]], list[str]]:
+    """What is measured unasked; each example's predictions, labels and scores; and its text, if any."""
+    losses_of, tokens_of, *lists = zip(*outcomes, strict=True)
+    *read, written = ([value for batch in each for value in batch] for each in lists)
+    loss, tokens, (guesses, truths, _) = torch.cat(losses_of).numpy(), torch.cat(tokens_of).numpy(), read
     if not np.isfinite(loss).all():
         bad = int(np.flatnonzero(~np.isfinite(loss))[0])
         message = f"The loss of example {bad} (in the order given) is {loss[bad]}."
         raise HeadPruneError(message, "Check its label and text, or use --dtype float32.")
     pairs = zip(guesses, truths, strict=True) if guesses else ()
     correct = [(p == t).sum().item() for p, t in pairs] or [float("nan")] * len(loss)
-    measurement = Measurement({}, loss, np.asarray(correct, dtype=np.float64), tokens)
+    measurement = Measurement({}, loss, np.asarray(correct, dtype=np.float64), tokens, texts=tuple(written))
     measurement.metrics.update(_metrics(measurement, guesses, truths, losses))
-    return measurement
+    return measurement, read, written
 
 
-def _in_texts(written: Sequence[str], texts: Texts) -> Answers:
+def _in_texts(written: Sequence[str], texts: Texts | None) -> Answers:
+    assert texts is not None
     if len(written) != len(texts.references):
         message = f"There are {len(texts.references):,} references for {len(written):,} texts."
         raise HeadPruneError(message, "Give one, or a list of several, for each example.")
