@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from headprune.running import Progress
 
 _CLOSE = 1e-9  # relative: how near a figure computed here must be to the harness's own
 _MODELS = ("causal-lm", "seq2seq")
+_VERDICTS = {True: ("better", "worse"), False: ("worse", "better"), None: ("higher", "lower")}  # by higher_is_better
 
 
 @dataclass(frozen=True)
@@ -159,15 +160,20 @@ def tables_of(models: Sequence[tuple[str, TaskResults]]) -> list[ValueTable]:
 
 def _value(model: str, own: TaskMetric, first: TaskMetric | None) -> MetricValue:
     """A metric of a model, with its change from the first model's."""
-    if not own.kind or (first and not first.kind):
+    kinds = {own.kind, first.kind if first else own.kind}
+    kind = "loss" if kinds == {"accuracy", "loss"} else own.kind  # shares that another model's values exceed
+    if "" in kinds:
         why = "the figure is no mean over documents, so it has no interval here."
         return MetricValue(model=model, metric=own.name, kind="loss", value=own.measurement.metrics[own.name], note=why)
     alike = first is None or first.documents == own.documents
     note = "" if alike else "the models were asked about different documents, so they are not compared."
-    return MetricValue.of(
-        model, own.name, own.measurement, first.measurement if first and alike else None, kind=own.kind,
-        higher_is_better=own.higher_is_better, note=note,
-    )  # fmt: skip
+    value = MetricValue.of(
+        model, own.name, own.measurement, first.measurement if first and alike else None, kind=kind, note=note
+    )
+    if (change := value.change) is None or change.low <= 0 <= change.high:
+        return value
+    up, down = _VERDICTS[own.higher_is_better]
+    return replace(value, change=replace(change, verdict=up if change.value > 0 else down))
 
 
 def _metrics_of(name: str, results: Mapping[str, Any]) -> list[TaskMetric]:
