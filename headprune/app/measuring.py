@@ -197,7 +197,10 @@ class _OfData:
 
 def _seen(source: str, loaded: LoadedModel, parts: DataParts, data: DataOptions) -> list[str]:
     """A note if examples that are reported here were used to score or choose the heads of a pruned model."""
-    run = run_of(Path(resolved(source)))
+    try:
+        run = run_of(Path(resolved(source)))
+    except HeadPruneError:  # the folder around may hold a run.json of something else
+        return []
     before = None if run is None else run.options.data
     if run is None or before is None or (before.dataset, before.subset) != (data.dataset, data.subset):
         return []
