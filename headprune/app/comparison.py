@@ -109,6 +109,11 @@ def _open(folder: RunFolder) -> tuple[Run, Metrics]:
     return folder.read_run(), metrics
 
 
+_VERDICTS = {
+    "accuracy": ("better", "worse"),
+    "perplexity": ("worse", "better"),
+    "loss": ("worse", "better"),
+}  # up, down
 _INDEPENDENT = "so nothing is paired: intervals take both as independent."
 
 
@@ -168,7 +173,7 @@ def _independent(a: Measured, b: Measured, metric: str) -> Change:
     low, high = value - half, value + half
     verdict = "no measurable change"
     if low > 0 or high < 0:
-        verdict = "better" if (value > 0) == (metric == "accuracy") else "worse"
+        verdict = _VERDICTS.get(metric, ("higher", "lower"))[value < 0]
     if ratio:
         value, low, high = map(math.expm1, (value, low, high))
     return Change(metric, value, low, high, p, verdict, min(a.examples, b.examples))

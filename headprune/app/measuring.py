@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -61,6 +62,8 @@ def measure_models(
                 results = harness.run_tasks(loaded, ready, tasks.task_limit, data.batch_size, progress)
             of_tasks.append((source, results))
         first = first or replace(loaded, model=_without_weights(loaded))
+        del loaded  # its weights, before the next model's are loaded; a pruned one's hooks refer to each other
+        gc.collect()
     tables = [of_data.table()] if data.dataset else []
     return tables + (harness.tables_of(of_tasks) if ready else [])
 
