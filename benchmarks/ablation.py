@@ -98,7 +98,7 @@ def replayed(device: str, small: bool = False) -> list[str]:
         *rows,
         "",
         f"{layers_ * heads} heads. Counted in operations, a replay of whole blocks would take at least 0.54 of the plain loop. This replay can take less: it starts "
-        "inside a block, after the attention, and after the last attention it computes only the one token that this classifier reads.",
+        "inside a block, after the attention.",
     ]
 
 

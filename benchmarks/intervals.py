@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from document import replace_section, table
+from scipy.stats import bootstrap
 
 import headprune as hp
 from headprune.evaluation import interval
 from headprune.latency import speedup
+from headprune.metrics import LABELS, NUMBERS, TEXTS, Answers, metric_named
 from headprune.scoring.base import standard_error
 from headprune.uncertainty import FEW, carried_by
 
@@ -63,6 +65,89 @@ def nats(of: Callable[[Rng, int], np.ndarray], truth: float, rng: Rng, n: int) -
 def single(share: float, rng: Rng, n: int) -> Draw:
     """The accuracy of one model."""
     return *interval(labels((rng.random(n) < share).astype(float)), "accuracy"), share
+
+
+# -- metrics that are no means: each model errs by itself, and the truth is that of 200,000 examples ------------
+
+
+def binary(lost: float, rng: Rng, n: int) -> list[Answers]:
+    """Labels, three in ten of them 1, of which a tenth is wrong; the pruned model's errors are others in a share of the examples."""
+    truth = (rng.random(n) < 0.3).astype(int)
+    dense = np.where(rng.random(n) < 0.1, 1 - truth, truth)
+    other = np.where(rng.random(n) < 0.1 + lost, 1 - truth, truth)
+    pruned = np.where(rng.random(n) < 0.3, other, dense)
+    return [Answers(LABELS, list(each), list(truth)) for each in (dense, pruned)]
+
+
+def numbers(lost: float, rng: Rng, n: int) -> list[Answers]:
+    truth = rng.normal(size=n)
+    dense = truth + 0.5 * rng.normal(size=n)
+    pruned = dense + (0.3 + lost) * rng.normal(size=n) if lost else truth + 0.5 * rng.normal(size=n)
+    return [Answers(NUMBERS, list(each), list(truth)) for each in (dense, pruned)]
+
+
+WORDS = np.array([f"w{i}" for i in range(50)])
+
+
+def sentences(lost: float, rng: Rng, n: int) -> list[Answers]:
+    """Texts of 5 to 20 words, of which a tenth is wrong; in three of ten texts the pruned model's errors are others."""
+    truth = [rng.choice(WORDS, rng.integers(5, 21)) for _ in range(n)]
+
+    def heard(share: float) -> list[str]:
+        return [" ".join(np.where(rng.random(len(t)) < share, rng.choice(WORDS, len(t)), t)) for t in truth]
+
+    dense, other = heard(0.1), heard(0.1 + lost)
+    pruned = [b if rng.random() < 0.3 else a for a, b in zip(dense, other, strict=True)]
+    return [Answers(TEXTS, each, [" ".join(t) for t in truth]) for each in (dense, pruned)]
+
+
+def of_metric(name: str, make: Callable[[Rng, int], list[Answers]]) -> Case:
+    """The paired change of a metric by its name."""
+    metric = metric_named(name)
+
+    @cache
+    def truth() -> float:
+        dense, pruned = (metric.score(each) for each in make(np.random.default_rng(1), 200_000))
+        return pruned - dense
+
+    def draw(rng: Rng, n: int) -> Draw:
+        found = []
+        for answers in make(rng, n):
+            value, jackknife = metric.measure(answers)
+            found.append(
+                hp.Measurement({name: value}, np.zeros(n), np.zeros(n), np.ones(n, dtype=int), {name: jackknife})
+            )
+        change = hp.compare(*found, name)
+        return change.low, change.high, truth()
+
+    return draw
+
+
+def bootstrapped(name: str, make: Callable[[Rng, int], list[Answers]]) -> Case:
+    """The same change's interval by the BCa bootstrap (SciPy), from the metric's sums."""
+    metric = metric_named(name)
+    assert metric.sums is not None
+
+    def draw(rng: Rng, n: int) -> Draw:
+        sums = [metric.sums(each) for each in make(rng, n)]
+        if (sums[0] == sums[1]).all():
+            return 0.0, 0.0, 0.0
+
+        def change(rows: np.ndarray) -> float:
+            before, after = (metric.of(each[rows].sum(axis=0)) for each in sums)
+            return after - before
+
+        ends = bootstrap(
+            (np.arange(n),), change, vectorized=False, n_resamples=999, method="BCa", rng=rng
+        ).confidence_interval
+        return ends.low, ends.high, 0.0
+
+    return draw
+
+
+OF_METRICS = {
+    "f1": binary, "matthews_corrcoef": binary, "spearman": numbers, "wer": sentences, "bleu": sentences,
+}  # fmt: skip
 
 
 def rare(rng: Rng, n: int) -> np.ndarray:
@@ -117,15 +202,27 @@ def scores(rng: Rng, n: int, draws: int) -> list[str]:
 def tables(draws: int) -> Iterator[str]:
     rng = np.random.default_rng(0)
 
-    def rates(cases: dict[str, Case], rate: Callable[[Sequence[Draw]], float]) -> Iterator[str]:
-        rows = [[name, *(f"{rate([case(rng, n) for _ in range(draws)]):.3f}" for n in SIZES)] for name, case in cases.items()]  # fmt: skip
-        yield from (*table(["", *(f"n = {n:,}" for n in SIZES)], rows, "---"), "")
+    def rates(
+        cases: dict[str, Case],
+        rate: Callable[[Sequence[Draw]], float],
+        sizes: Sequence[int] = SIZES,
+        count: int = draws,
+    ) -> Iterator[str]:
+        rows = [[name, *(f"{rate([case(rng, n) for _ in range(count)]):.3f}" for n in sizes)] for name, case in cases.items()]  # fmt: skip
+        yield from (*table(["", *(f"n = {n:,}" for n in sizes)], rows, "---"), "")
 
     yield from ("Simulated with known truths, for n examples.", "")
     yield from ("How often a verdict is wrong, for models that are equally good (should be at most .05):", "")
     yield from rates(EQUAL, told)
     yield from ("How often the 95 % interval of a change, or of one model's accuracy, contains the truth:", "")
     yield from rates(CHANGED, held)
+    text = f"The same for metrics that are no means, by the jackknife: wrong verdicts, then coverage ({draws // 2:,} draws):"
+    yield from (text, "")
+    worse = {f"{name}, equally good": of_metric(name, partial(make, 0.0)) for name, make in OF_METRICS.items()}
+    worse["wer, equally good, by the BCa bootstrap"] = bootstrapped("wer", partial(sentences, 0.0))
+    yield from rates(worse, told, SIZES[2:], draws // 2)
+    cases = {f"{name}, worse": of_metric(name, partial(make, 0.1)) for name, make in OF_METRICS.items()}
+    yield from rates(cases, held, SIZES[2:], draws // 2)
     yield "How often a model is told apart from the dense one by its times, in n rounds (equally fast: should be at most .05):"
     yield ""
     speeds = {"equally fast": 1.0, "2 % slower": 1.02, "10 % slower": 1.1, "10 % faster": 0.9}

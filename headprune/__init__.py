@@ -18,7 +18,9 @@ if TYPE_CHECKING:  # isort: off
     from headprune.evaluation import Change as Change, Measurement as Measurement
     from headprune.evaluation import compare as compare, evaluate as evaluate
     from headprune.exporting import Exported as Exported, export as export
+    from headprune.generation import Generation as Generation
     from headprune.latency import LatencyRow as LatencyRow, Speedup as Speedup, Timing as Timing, benchmark as benchmark
+    from headprune.metrics import Answers as Answers, Metric as Metric
     from headprune.planning import plan as plan
     from headprune.plans import PruningPlan as PruningPlan
     from headprune.pruned import stand_in as stand_in
@@ -38,7 +40,9 @@ _ROOMS = {
     "errors": "HeadPruneError PruneError",
     "evaluation": "Change Measurement compare evaluate",
     "exporting": "Exported export",
+    "generation": "Generation",
     "latency": "LatencyRow Speedup Timing benchmark",
+    "metrics": "Answers Metric",
     "pruned": "stand_in",
     "plans": "PruningPlan",
     "planning": "plan",

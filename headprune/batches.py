@@ -1,4 +1,4 @@
-"""Find the batch dimension of every tensor in a batch, and select examples along it.
+"""The batch dimension of every tensor in a batch, examples selected along it, and work in smaller parts after memory ran out.
 
 The batch dimension need not be the first. A module may take ``[tokens, batch, width]``, and a causal mask ``[tokens, tokens]`` has
 none, but may have as many rows as there are examples. So `find_rows` uses the names of transformers' arguments and compares batches
@@ -9,16 +9,17 @@ passes, it raises an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError
 from headprune.inputs import ADDED, LABELS, tensors
-from headprune.memory import is_out_of_memory
 
 Path = tuple[str | int, ...]
 """A tensor's place in a batch: keys and indices, from the outside in."""
@@ -62,7 +63,7 @@ class Rows:
         Raises:
             HeadPruneError: No tensor has a batch dimension.
         """
-        named = _by_path(batch)
+        named = by_path(batch)
         for path in sorted(named, key=_rank):  # known names first: `find_rows` may not have seen the others
             if (dim := self.dim(path)) is not None and named[path].ndim > dim:
                 return named[path].shape[dim]
@@ -89,7 +90,7 @@ class Rows:
 
     def lengths(self, batch: Any) -> Tensor:
         """Number of tokens of every example, ``[examples]``, from the first 0/1 mask ``[examples, tokens]``; zeros without one."""
-        tables = [t for path, t in _by_path(batch).items() if t.ndim == 2 and self.dim(path) == 0]
+        tables = [t for path, t in by_path(batch).items() if t.ndim == 2 and self.dim(path) == 0]
         mask = next((t for t in tables if bool(((t == 0) | (t == 1)).all())), None)
         return torch.zeros(self.size(batch), dtype=torch.long) if mask is None else (mask != 0).sum(1)
 
@@ -150,7 +151,7 @@ def by_names(example: Any) -> Rows:
         HeadPruneError: Several dimensions of a tensor could be the batch.
     """
     size, unnamed = apparent_size(example), {}
-    for path, t in _by_path(example).items():
+    for path, t in by_path(example).items():
         if t.ndim and _name(path) not in _NAMED:
             if size > 1 and list(t.shape).count(size) > 1:
                 raise _unclear({path: t})
@@ -192,7 +193,7 @@ def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Row
     Raises:
         HeadPruneError: A tensor's batch dimension is ambiguous; the error names the tensor.
     """
-    known = [{path: t for path, t in _by_path(batch).items() if t.ndim} for batch in batches]
+    known = [{path: t for path, t in by_path(batch).items() if t.ndim} for batch in batches]
     paths = list(dict.fromkeys(path for named in known for path in named))
     if not paths:
         raise _NO_TENSOR
@@ -260,7 +261,7 @@ def _follows(whole: Tensor, again: Tensor, index: Sequence[int], size: int) -> b
     return torch.allclose(wanted, again, rtol=0, atol=most * scale, equal_nan=True)
 
 
-def _by_path(batch: Any) -> dict[Path, Tensor]:
+def by_path(batch: Any) -> dict[Path, Tensor]:
     """Every tensor in a batch, by path."""
     named: dict[Path, Tensor] = {}
     _map(batch, named.setdefault)
@@ -279,7 +280,7 @@ def _map(value: Any, change: Callable[[Path, Tensor], Any], path: Path = ()) -> 
 
 
 def _first(batch: Any) -> Tensor | None:
-    named = {path: t for path, t in _by_path(batch).items() if t.ndim}
+    named = {path: t for path, t in by_path(batch).items() if t.ndim}
     return named[min(named, key=_rank)] if named else None
 
 
@@ -300,3 +301,65 @@ def _unclear(named: Mapping[Path, Tensor]) -> HeadPruneError:
         "is large, the examples get other answers, and no batch has another size.",
         "Give batches of different sizes (one of them smaller), or keep what all examples share in the model.",
     )
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+_OUT_OF_MEMORY = (
+    "can't allocate memory", "CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+)  # fmt: skip
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        # Memory that PyTorch has reserved but does not use is free too, although the driver counts it as used.
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + held
+    return int(psutil.virtual_memory().available)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is an out-of-memory error of any device."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # Texts of the driver and CUDA's libraries, when they allocate themselves, and of the CPU's allocator.
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def halving(items: Sequence[Any], size: int) -> Iterator[Any]:
+    """Yield parts of ``items``, each a context manager; if memory runs out inside it, the part is retried in halves.
+
+    >>> [list(part.items) for part in halving(range(5), 2)]
+    [[0, 1], [2, 3], [4]]
+    """
+    start = 0
+    while start < len(items):
+        part = _Attempt(items[start : start + size])
+        yield part
+        if part.failed:
+            size = max(1, len(part.items) // 2)
+            continue
+        start += len(part.items)
+
+
+class _Attempt:
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items, self.failed = items, False
+
+    def __enter__(self) -> Sequence[Any]:
+        return self.items
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is None or not is_out_of_memory(error):
+            return False
+        if len(self.items) == 1:
+            raise HeadPruneError(
+                "Memory ran out even with the smallest stack.",
+                "Use a smaller --batch-size or shorter examples; in Python also model.gradient_checkpointing_enable().",
+            ) from error
+        self.failed = True
+        del error, trace
+        clear_device_cache(garbage_collection=True)
+        return True

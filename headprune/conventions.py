@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,13 +44,15 @@ class Outcome:
         tokens: ``[batch]``, each example's weight in a mean: its labelled tokens (1 for one label per example, 2 for an
             answer's start and end); 1 where the model's own loss is used and is not a mean over labels.
         predictions: For each example, the predicted classes ``[tokens]``; empty where the model predicts no classes.
-        targets: For each example, the labels ``[tokens]``; empty in the same case.
+        targets: For each example, the labels ``[tokens]``, or the numbers to predict; empty where neither is compared.
+        scores: For each example, what is compared with one label or several at once: logits ``[classes]``, or numbers; else empty.
     """
 
     loss: Tensor
     tokens: Tensor
     predictions: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def outcome_of(convention: str | None, output: Any, batch: Mapping[str, Any]) ->
         return _numbers(logits, labels, convention == BINARY)
     check_classes(logits, labels)
     if convention == LABEL:
-        return _classes(logits[:, None], labels.reshape(-1, 1))
+        return replace(_classes(logits[:, None], labels.reshape(-1, 1)), scores=list(widened(logits)))
     before = logits.shape[1] - labels.shape[1]
     if convention == SAME:
         return _classes(logits[:, before:], labels)
@@ -183,9 +185,9 @@ def _numbers(logits: Tensor, labels: Tensor, binary: bool) -> Outcome:
     flat, wanted = (widened(t).reshape(len(t), -1) for t in (logits, labels))
     tokens = torch.full((len(logits),), labels[0].numel(), device=logits.device)
     if not binary:
-        return Outcome(((flat - wanted) ** 2).mean(dim=1), tokens)
+        return Outcome(((flat - wanted) ** 2).mean(dim=1), tokens, targets=list(wanted), scores=list(flat))
     loss = F.binary_cross_entropy_with_logits(flat, wanted, reduction="none").mean(dim=1)
-    return Outcome(loss, tokens, list((flat > 0).to(wanted).detach()), list(wanted))
+    return Outcome(loss, tokens, list((flat > 0).to(wanted).detach()), list(wanted), list(flat))
 
 
 def _classes(logits: Tensor, labels: Tensor) -> Outcome:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from headprune.arguments import listed, together
 from headprune.batches import cost_of
+from headprune.conventions import BINARY, LABEL, SAME, SQUARED
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
 from headprune.losses import ExampleLoss, LossFn
+from headprune.metrics import LABELS, LOSSES, NUMBERS, SEVERAL, TAGS, TEXTS, Answers, Jackknife, Metric, metric_of
 from headprune.parallel import current
 from headprune.running import Progress, quiet, uncompiled
 from headprune.uncertainty import carried_by, p_value, quantile, spread, wilson
@@ -24,7 +27,7 @@ from headprune.uncertainty import carried_by, p_value, quantile, spread, wilson
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-METRICS = ("accuracy", "perplexity", "loss")
+_FORMS = {LABEL: LABELS, BINARY: SEVERAL, SAME: TAGS, SQUARED: NUMBERS}
 _MOST = 700.0  # exp of more overflows
 
 
@@ -33,20 +36,24 @@ class Measurement:
     """How well one model does on a set of examples.
 
     Attributes:
-        metrics: ``accuracy`` and ``f1`` (macro over the classes that occur), or ``perplexity`` and ``accuracy`` over
-            tokens; for several labels at once ``accuracy`` of single labels; for answers in a text that of their starts
-            and ends (no ``f1``). Always ``loss`` (nats per labelled token; for numbers their mean squared error). If
-            the model's own loss is used and is not a mean over labels (such as a CTC model's), only ``loss``, per
-            example.
+        metrics: ``accuracy`` and ``f1_macro``, or ``perplexity`` and ``accuracy`` over tokens; for several labels at
+            once ``accuracy`` of single labels; for answers in a text that of their starts and ends (no ``f1_macro``).
+            Always ``loss`` (nats per labelled token; for numbers their mean squared error). If the model's own loss is
+            used and is not a mean over labels (such as a CTC model's), only ``loss``, per example. And the metrics that
+            were asked for, by name.
         loss: ``[examples]``, nats, each the mean over its tokens; or the model's own loss of each.
         correct: ``[examples]``, labelled tokens that are predicted correctly; NaN where the model predicts no classes.
         tokens: ``[examples]``, labelled tokens; 1 where the loss is ``loss_fn``, or the model's own and not a mean over labels.
+        jackknife: Of every metric that was asked for, its values without some examples.
+        texts: The model's answer to each example, where they are texts.
     """
 
     metrics: dict[str, float]
     loss: np.ndarray
     correct: np.ndarray
     tokens: np.ndarray
+    jackknife: dict[str, Jackknife] = field(default_factory=dict)
+    texts: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -57,8 +64,11 @@ class Measurement:
         Raises:
             HeadPruneError: There is no such metric, or it is not known for this model.
         """
-        if metric not in METRICS:
-            raise HeadPruneError(f"There is no interval of {metric!r}.", f"Choose from {', '.join(METRICS)}.")
+        if metric not in LOSSES:
+            message = f"There is no interval of {metric!r}: it was not asked for."
+            raise HeadPruneError(
+                message, f"Choose from {', '.join([*LOSSES, *self.jackknife])}, or evaluate with metrics=[{metric!r}]."
+            )
         numerators = self.correct if metric == "accuracy" else self.loss * self.tokens
         if not np.isfinite(numerators).all():
             raise HeadPruneError(f"The {metric} of this model is not known.", "Its logits could not be read.")
@@ -72,8 +82,8 @@ class Change:
     Interval, p and verdict come from one test, so they never contradict each other (`headprune.uncertainty`).
 
     Attributes:
-        metric: ``"accuracy"`` or ``"loss"`` (the change is a difference) or ``"perplexity"`` (the change is a ratio minus 1).
-        value: The change; negative accuracy, positive loss and positive perplexity are worse.
+        metric: Its name. The change is a difference, of ``"perplexity"`` a ratio minus 1.
+        value: The change; positive is better only where a higher metric is better (`headprune.metrics.Metric.higher`).
         low, high: 95 % interval, paired by example.
         p_value: Two-sided, of the hypothesis that nothing changed; below .05 if and only if the interval does not contain 0.
         verdict: ``"worse"``, ``"better"`` or ``"no measurable change"`` (the interval contains 0).
@@ -91,10 +101,25 @@ class Change:
     carried_by: float = 0.0
 
 
+class Texts(Protocol):
+    """How a model answers examples with texts, such as `headprune.Generation`.
+
+    Attributes:
+        references: The right text of every example, or several of which any is right, in the order of the batches.
+    """
+
+    references: Sequence[Any]
+
+    def read(self, model: nn.Module, batch: Any, first: int) -> list[str]:
+        """The model's texts for a batch, whose first example has the number ``first``."""
+
+
 def evaluate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
+    metrics: Sequence[str | Metric | Callable[[Any, Any], float]] = (),
+    texts: Texts | None = None,
     loss_fn: LossFn | None = None,
     accelerator: Accelerator | None = None,
     progress: Progress | None = None,
@@ -108,6 +133,9 @@ def evaluate(
     Args:
         model: Any model; its mode is left as it was.
         batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``.
+        metrics: Further metrics, by name (docs/metrics.md), or functions ``(predictions, references) -> float`` of which higher
+            values are better.
+        texts: For metrics of texts: how the model answers with them, and the right ones.
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``; then only the loss is measured. Not
             needed for dicts with labels.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
@@ -118,48 +146,91 @@ def evaluate(
 
     Raises:
         HeadPruneError: No examples, no labels, a loss that is not finite; a model without a loss of its own, if nothing
-            else tells which labels its logits are compared with.
+            else tells which labels its logits are compared with. A metric that is not known, compares other answers than
+            the model's, or is not defined for these examples.
     """
+    asked = [metric_of(metric) for metric in metrics]
     device = model_device(model)
     kept = [move(batch, device) for batch in listed(batches)]
     if not kept:
         raise HeadPruneError("There are no examples to evaluate on.", "Give batches of at least one example.")
     losses = ExampleLoss(model, loss_fn)
 
-    def outcome_of(batch: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    def outcome_of(batch: Any, first: int) -> tuple[Any, ...]:
         outcome = losses.outcome(batch)
         # Copies, not views of larger tensors: they may be sent to other processes.
-        guesses, truths = ([t.cpu().clone() for t in each] for each in (outcome.predictions, outcome.targets))
-        return outcome.loss.cpu().double(), outcome.tokens.cpu(), guesses, truths
+        parts = (outcome.predictions, outcome.targets, outcome.scores if asked else [])
+        copies = ([t.cpu().clone() for t in each] for each in parts)
+        return (
+            outcome.loss.cpu().double(),
+            outcome.tokens.cpu(),
+            *copies,
+            texts.read(model, batch, first) if texts else [],
+        )
 
     with together(accelerator, model, kept), quiet(model, exact=False, attributes=False), torch.inference_mode():
         with uncompiled():  # otherwise single examples would each cause a compilation
             prepared = losses.prepare(kept)
-        tasks = [partial(outcome_of, batch) for batch in prepared]
+        starts = accumulate(map(losses.rows.size, prepared), initial=0)
+        tasks = [partial(outcome_of, batch, first) for batch, first in zip(prepared, starts, strict=False)]
         outcomes = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
-    loss, tokens, *predicted = zip(*outcomes, strict=True)
-    guesses, truths = ([t for batch in each for t in batch] for each in predicted)
+    loss, tokens, *lists = zip(*outcomes, strict=True)
+    guesses, truths, scores, written = ([value for batch in each for value in batch] for each in lists)
     all_loss, all_tokens = torch.cat(loss).numpy(), torch.cat(tokens).numpy()
     if not np.isfinite(all_loss).all():
         bad = int(np.flatnonzero(~np.isfinite(all_loss))[0])
         message = f"The loss of example {bad} (in the order given) is {all_loss[bad]}."
         raise HeadPruneError(message, "Check its label and text, or use --dtype float32.")
-    correct = [(p == t).sum().item() for p, t in zip(guesses, truths, strict=True)] or [float("nan")] * len(all_loss)
-    measurement = Measurement({}, all_loss, np.asarray(correct, dtype=np.float64), all_tokens)
+    pairs = zip(guesses, truths, strict=True) if guesses else ()
+    correct = [(p == t).sum().item() for p, t in pairs] or [float("nan")] * len(all_loss)
+    measurement = Measurement({}, all_loss, np.asarray(correct, dtype=np.float64), all_tokens, texts=tuple(written))
     measurement.metrics.update(_metrics(measurement, guesses, truths, losses))
+    if further := [metric for metric in asked if metric.name not in LOSSES]:
+        answers = _answers(model, losses.use.convention, guesses, truths, scores)
+        in_texts = Answers(TEXTS, written, texts.references) if texts else answers
+        for metric in further:
+            value, jackknife = metric.measure(in_texts if texts else answers)
+            measurement.metrics[metric.name], measurement.jackknife[metric.name] = value, jackknife
     return measurement
 
 
-def measurable(model: nn.Module, batches: Iterable[Any]) -> tuple[str, ...]:
-    """The `METRICS` that `evaluate` would give for these batches, found on a few of their examples.
+def _answers(
+    model: nn.Module, convention: str | None, guesses: list[Tensor], truths: list[Tensor], scores: list[Tensor]
+) -> Answers:
+    """A model's answers as metrics take them, from `headprune.conventions.Outcome`."""
+    form = _FORMS.get(convention or "", "")
+    names = tuple(map(str, (getattr(getattr(model, "config", None), "id2label", None) or {}).values()))
+    values: list[Any] = [t.numpy() for t in (scores if form == NUMBERS else guesses)]
+    right: list[Any] = [t.numpy() for t in truths]
+    if form in (LABELS, NUMBERS) and all(t.size == 1 for t in right):
+        values, right = ([each.item() for each in some] for some in (values, right))
+    probabilities = None
+    if form in (LABELS, SEVERAL):
+        logits = torch.stack(scores).double()
+        probabilities = (logits.softmax(1) if form == LABELS else logits.sigmoid()).numpy()
+    return Answers(form, values, right, probabilities, names)
+
+
+def measurable(model: nn.Module, batches: Iterable[Any], metrics: Sequence[str] = ()) -> tuple[str, ...]:
+    """The metrics that `evaluate` would give unasked for these batches, found on a few of their examples.
+
+    Args:
+        metrics: Others that will be asked for.
 
     Raises:
-        HeadPruneError: As `evaluate`.
+        HeadPruneError: As `evaluate`; one of ``metrics`` compares other answers than the model's.
     """
     device, losses = model_device(model), ExampleLoss(model)
     with quiet(model), torch.inference_mode():
         losses.prepare([move(batch, device) for batch in batches])
-    return ("loss", *losses.use.metrics)
+    known = ("loss", *losses.use.metrics)
+    for metric in map(metric_of, metrics):
+        if metric.name in LOSSES and metric.name not in known:
+            message = f"{type(model).__name__}'s answers have no {metric.name}."
+            raise HeadPruneError(message, "Choose another metric (docs/metrics.md lists them by task).")
+        if TEXTS not in metric.forms:
+            metric.check(_FORMS.get(losses.use.convention or "", ""))
+    return known
 
 
 def value_of(metric: str, numerator: float, tokens: float) -> float:
@@ -180,6 +251,12 @@ def interval(measurement: Measurement, metric: str) -> tuple[float, float]:
     Raises:
         HeadPruneError: There is no such metric, or it is not known for this model.
     """
+    if known := measurement.jackknife.get(metric):
+        value = measurement.metrics[metric]
+        moves = known.deviations
+        half = _Parts(value, moves, len(moves)).half_width(0.0 if moves.any() else known.width)
+        lowest, highest = known.bounds
+        return max(value - half, lowest), min(value + half, highest)
     parts = _Parts.of(measurement.per_example(metric), measurement.tokens)
     if metric == "accuracy":
         share, own = parts.mean, float((parts.residuals**2).sum())
@@ -197,24 +274,34 @@ def compare(dense: Measurement, pruned: Measurement, metric: str | None = None) 
 
     The change of accuracy or loss per label is ``D = sum_i d_i / sum_i t_i`` over examples i with ``t_i`` labels; its error is
     that of a ratio (Cochran 1977, section 6.4, from ``d_i - D t_i``), widened as `headprune.uncertainty` says. If no example changed
-    the accuracy, its interval still has a width: as if one label of one more example had changed, in each direction.
+    the accuracy, its interval still has a width: as if one label of one more example had changed, in each direction. The error
+    of another metric is the jackknife's (Efron and Stein 1981), of the difference; if no answer changed, as if one more
+    example had moved the metric as far as the dense model's examples lie apart.
 
     Args:
         dense, pruned: From `evaluate`, on the same examples in the same order.
-        metric: ``"accuracy"``, ``"perplexity"`` or ``"loss"``; by default the first of these that both have.
+        metric: Its name; by default the first of accuracy, perplexity and loss that both have.
 
     Raises:
         HeadPruneError: There is no such metric, or it is not known for these models; they were measured on different examples.
     """
-    metric = metric or next((m for m in METRICS if m in dense.metrics and m in pruned.metrics), "loss")
+    metric = metric or next((m for m in LOSSES if m in dense.metrics and m in pruned.metrics), "loss")
     if len(dense) != len(pruned):
         message = f"{len(dense)} and {len(pruned)} examples cannot be paired."
         raise HeadPruneError(message, "Measure both on the same examples.")
     if not np.array_equal(dense.tokens, pruned.tokens):
         raise HeadPruneError("The two models were measured on different labels.", "Measure both on the same examples.")
-    differences = pruned.per_example(metric) - dense.per_example(metric)
-    parts = _Parts.of(differences, dense.tokens)
-    least = 1.0 if metric == "accuracy" else abs(parts.mean * parts.tokens) if parts.examples == 1 else 0.0
+    before, after = dense.jackknife.get(metric), pruned.jackknife.get(metric)
+    if before and after:
+        effects = replace(after, without=after.without - before.without).deviations
+        parts = _Parts(pruned.metrics[metric] - dense.metrics[metric], effects, len(effects))
+        least = max(before.width, float(np.ptp(before.deviations))) if before.width and not effects.any() else 0.0
+        higher = before.higher
+    else:
+        effects = pruned.per_example(metric) - dense.per_example(metric)
+        parts = _Parts.of(effects, dense.tokens)
+        least = 1.0 if metric == "accuracy" else abs(parts.mean * parts.tokens) if parts.examples == 1 else 0.0
+        higher = LOSSES[metric].higher
     half = parts.half_width(least)
     value, low, high = parts.mean, parts.mean - half, parts.mean + half
     if metric == "perplexity":
@@ -224,8 +311,8 @@ def compare(dense: Measurement, pruned: Measurement, metric: str | None = None) 
     p = p_value(parts.mean, half / quantile(parts.examples), parts.examples)
     verdict = "no measurable change"
     if high < 0 or low > 0:
-        verdict = "better" if (value > 0) == (metric == "accuracy") else "worse"
-    return Change(metric, value, low, high, p, verdict, len(dense), float(carried_by(differences)))
+        verdict = "better" if (value > 0) == higher else "worse"
+    return Change(metric, value, low, high, p, verdict, len(dense), float(carried_by(effects)))
 
 
 @dataclass(frozen=True)
@@ -271,7 +358,7 @@ def _metrics(
         if losses.use.classifies and len(np.unique(truth)) <= 100:
             from sklearn.metrics import f1_score
 
-            metrics["f1"] = float(f1_score(truth, guess, labels=np.unique(truth), average="macro", zero_division=0))
+            metrics["f1_macro"] = float(f1_score(truth, guess, average="macro", zero_division=0))
     if "perplexity" in losses.use.metrics:
         metrics["perplexity"] = value_of("perplexity", metrics["loss"], 1)
     return metrics

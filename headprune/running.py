@@ -240,14 +240,14 @@ def forget_compiled() -> None:
 
 
 @contextmanager
-def wrapped(modules: Mapping[str, nn.Module], around: Callable[..., Any], method: str = "_call_impl") -> Iterator[None]:
-    """Wrap a method of modules while the context lasts: by default the call including hooks, or ``"forward"`` without them.
+def wrapped(modules: Mapping[str, nn.Module], around: Callable[..., Any]) -> Iterator[None]:
+    """Wrap the calls of modules, including their hooks, while the context lasts.
 
     Args:
         modules: By name.
-        around: Called instead of the method, with (module name, method, *arguments of the method).
-        method: The method's name.
+        around: Called instead of a module, with (its name, the call, *arguments of the call).
     """
+    method = "_call_impl"
     before: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
     try:
         for name, module in modules.items():

@@ -90,17 +90,12 @@ class Trials:
         """The layers whose heads plans count."""
         return [layer for layer in self.layers if layer.maskable]
 
-    def masked(self, drop: Heads, batches: Sequence[Any]) -> Measurement:
-        """Evaluate the current model on batches, with some heads masked."""
-        with mask(self.model, drop, layers=self.layers):
-            return evaluate(self.model, batches, loss_fn=self.loss_fn)
-
     def measure(self, drop: Heads, *, whole: bool = False) -> Measurement:
         """Evaluate the repaired model on the choosing examples, with some heads masked; ``whole`` as for `repaired`."""
 
         def measured() -> Measurement:
-            with self.repaired(drop, whole=whole):
-                return self.masked(drop, self.choose)
+            with self.repaired(drop, whole=whole), mask(self.model, drop, layers=self.layers):
+                return evaluate(self.model, self.choose, metrics=[self.metric], loss_fn=self.loss_fn)
 
         return self.store.get(f"trial {sorted(drop.items())}, {whole}", measured)
 

@@ -162,7 +162,7 @@ def test_evaluate_and_compare_agree_with_hand_computation() -> None:
         right = {c: float(((logits.argmax(-1) == c) & (labels == c)).sum()) for c in labels.unique().tolist()}
         f1 = [2 * n / float((logits.argmax(-1) == c).sum() + (labels == c).sum()) for c, n in right.items()]
         expected = {"accuracy": accuracies[-1], "loss": losses[-1], "perplexity": math.exp(losses[-1])}
-        expected["f1"] = sum(f1) / len(f1)
+        expected["f1_macro"] = sum(f1) / len(f1)
         assert {name: found[-1].metrics[name] for name in expected} == pytest.approx(expected)
     change = hp.compare(*found)
     assert (change.metric, change.examples) == ("accuracy", len(labels))

@@ -129,7 +129,7 @@ def test_what_is_typed(row: Row, here: Path, files: Path, bert_folder: Path, dat
 def test_what_only_the_model_tells(
     row: Row, here: Path, files: Path, bert_folder: Path, llama_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    for step in ("app.workflow.pruning.score", "app.workflow.results.evaluate", "plan_search.arrange"):
+    for step in ("app.workflow.pruning.score", "app.measures.evaluate", "plan_search.arrange"):
         monkeypatch.setattr(f"headprune.{step}", Mock(side_effect=AssertionError("the long work began")))
     check(row, here, bert=bert_folder, llama=llama_folder, data=data_folder, files=files)
 
@@ -344,8 +344,8 @@ def test_an_unknown_perplexity_is_refused(llama_folder: Path, data_folder: Path,
         return out
 
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
-    for step in ("pruning.score", "results.evaluate", "search.arrange"):
-        monkeypatch.setattr(f"headprune.app.workflow.{step}", Mock(side_effect=AssertionError("the long work began")))
+    for step in ("workflow.pruning.score", "measures.evaluate", "workflow.search.arrange"):
+        monkeypatch.setattr(f"headprune.app.{step}", Mock(side_effect=AssertionError("the long work began")))
     for more in ((), ("--dry-run",)):
         error = stderr_of("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1)
         assert "cannot be measured: its own loss is not the cross-entropy of its logits" in " ".join(error.split())
@@ -382,8 +382,8 @@ def test_the_cache_of_data_is_not_the_data(error: OSError, message: str, bert_fo
 
 @pytest.mark.parametrize(("typed", "environment", "code", "says"), [
     ("inspect ./gone", {"PYTHONOPTIMIZE": "2"}, 1, "This Python drops docstrings"),  # not even `headprune methods` ran
-    ("score ./gone --keep 4 2>/dev/full", {}, 2, "headprune: --keep is gone"),  # said on stdout
-    ("score ./gone --keep 4 >/dev/full 2>/dev/full", {}, 2, ""),  # the code alone says it
+    ("score ./gone 2>/dev/full", {}, 1, "headprune: No dataset was given"),  # said on stdout
+    ("score ./gone >/dev/full 2>/dev/full", {}, 1, ""),  # the code alone says it
     ("score --json >&-", {}, 2, "headprune: Missing argument"),
 ])  # fmt: skip
 def test_odd_processes(typed: str, environment: dict[str, str], code: int, says: str) -> None:

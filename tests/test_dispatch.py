@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headprune as hp
 from headprune import running
 from headprune.app.sources import placed
+from headprune.batches import free_memory, halving
 from headprune.checkpoint import load_call
 from headprune.errors import HeadPruneError
 from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
-from headprune.memory import free_memory, halving
 from headprune.offload import Offloaded, copied, is_offloaded, put
 from headprune.repairing import calibrate
 from headprune.running import attributes_kept, blocks_of, restorer
@@ -380,7 +380,7 @@ SAID = [
 ]  # fmt: skip
 
 
-@mock.patch("headprune.memory.clear_device_cache", new=mock.Mock())  # it looks through all libraries, each time
+@mock.patch("headprune.batches.clear_device_cache", new=mock.Mock())  # it looks through all libraries, each time
 @given(st.integers(0, 30), st.integers(1, 12), st.data())
 def test_every_item_is_done_once_whatever_fits(count: int, size: int, data: st.DataObject) -> None:
     """Memory may get less while the work goes on."""

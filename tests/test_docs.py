@@ -1,4 +1,4 @@
-"""What README and docs say to type, and where they lead: today's commands, options, files and headings; and what is typed no more."""
+"""What README and docs say to type, and where they lead: today's commands, options, files and headings."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tf
 
-from tests.support.commands import COMMANDS, RETIRED, metrics_of, run, stderr_of
+from tests.support.commands import COMMANDS, metrics_of, run
 
 ROOT = Path(__file__).parents[1]
 MADE = {"api.md", "coverage.md", "coverage-onnx.md", "licences.md"}
@@ -23,7 +23,6 @@ OPTIONS = {
     name: {o for p in command.params for o in (*p.opts, *p.secondary_opts) if o[0] == "-"} | {"--help"}
     for name, command in COMMANDS.items()
 }
-EVERY = set().union(*OPTIONS.values()) | {"--version"}
 
 
 def code_in(text: str) -> list[str]:
@@ -60,25 +59,6 @@ def test_commands_have_these_options(name: str) -> None:
                 continue
             typed = re.findall(r"(?<!\S)(--?[a-z][\w-]*)", rest)
             assert not set(typed) - OPTIONS[command], line
-
-
-@pytest.mark.parametrize("name", RETIRED)
-def test_one_line_says_what_to_type_instead(name: str) -> None:
-    """What there is: nobody is sent from one retired option to the next; and no page says to type it."""
-    typed = ("score", "MODEL", name, 64) if name.startswith("-") else (name, "MODEL")
-    told = run(*typed, code=2)
-    assert (told.stdout, told.stderr.count("\n")) == ("", 1)
-    assert re.match(rf"headprune: .*{name}`? is gone\. ", told.stderr)
-    document = json.loads(run(*typed, "--json", code=2).stdout)
-    assert told.stderr == f"headprune: {document['error']} {document['hint']}\n"
-    assert set(re.findall(r"`headprune (\w+)", RETIRED[name])) <= COMMANDS.keys()
-    assert set(re.findall(r"--[a-z-]+", RETIRED[name])) <= EVERY
-    code = [line for text in PROSE.values() for line in code_in(text)]
-    assert name in EVERY or not any(re.search(rf"(?<![\S]){name} ", f"{line} ") for line in code if name[0] == "-")
-
-
-def test_an_option_without_its_value_is_not_taken_for_a_retired_one() -> None:
-    assert "requires an argument" in stderr_of("prune", "--keep", code=2)
 
 
 @pytest.mark.parametrize("command", ["score", "prune", "finetune", "show", "bench", "export", "push"])

@@ -21,8 +21,7 @@ from torch import nn
 import headprune as hp
 from headprune.app import finetune as room
 from headprune.app.data import Part
-from headprune.app.distillation import DistillationLoss
-from headprune.app.finetune import finetune
+from headprune.app.finetune import DistillationLoss, finetune
 from headprune.app.options import FinetuneOptions, Mixture
 from headprune.evaluation import Measurement
 from headprune.fingerprint import fingerprint

@@ -276,7 +276,9 @@ def test_a_report_that_is_interrupted_has_its_pictures(here: Path) -> None:
 
 
 def test_the_demo_leaves_the_old_report_until_there_is_another(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headprune.app.demo.prepare", lambda *_: (here / "m", here / "d", 0.99))
+    model = Path(".headprune/digits/model")
+    shutil.copytree(here / "m", model)
+    monkeypatch.setattr("headprune.app.demo.prepare", lambda *_: (model, here / "d", 0.99))
     monkeypatch.setattr("headprune.app.demo.KEEP", ("2",))
     old = here / "reports" / "demo"
     old.mkdir(parents=True)

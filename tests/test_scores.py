@@ -636,24 +636,12 @@ def test_scores_say_how_far_other_examples_would_order_the_heads_alike() -> None
     assert not hp.score(model, batches[:1], "shapley:permutations=2").stability  # over orders, not examples
 
 
-# -- replays: only what comes after a gate runs, and tokens that no loss reads are left out ------------------
+# -- replays: only what comes after a gate runs --------------------------------------------------------------
 
 _SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 32}
 WORDS = {**_SMALL, "vocab_size": 100, "pad_token_id": 0}
 Case = tuple[nn.Module, list[Any], Callable[[Any, Tensor], Tensor] | None]
 PAIRS = [({"input_ids": text(4, 7)["input_ids"]}, torch.tensor([0, 1, 0, 1]))]
-
-
-class Mean(nn.Module):
-    """A BERT that reads the mean over tokens, perhaps in a way that NaN does not get through."""
-
-    def __init__(self, hide: bool) -> None:
-        super().__init__()
-        self.bert, self.hide = randomise(tf.BertModel(tf.BertConfig(**WORDS))), hide
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        hidden = self.bert(input_ids).last_hidden_state
-        return hidden[:, 0, :2] + 0.2 * (hidden.nan_to_num() if self.hide else hidden).mean(1)[:, :2]
 
 
 class SharedFeedForward(nn.Module):
@@ -667,11 +655,6 @@ class SharedFeedForward(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Any:
         return self.model(input_ids).logits
-
-
-def wrong_answers(output: Any, labels: Tensor) -> Tensor:
-    """Finite whatever the answers are, so nothing can say that a token is read."""
-    return (output.logits.argmax(-1) != labels).float()
 
 
 def with_labels(model: nn.Module, *examples: Any) -> Case:
@@ -706,37 +689,27 @@ def two_lengths() -> Case:
     return with_labels(gpt2_classifier(), {"input_ids": full}, {"input_ids": padded})
 
 
-# A model, batches and the loss; and whether its last block's feed-forward layer runs for one token alone.
-CASES: dict[str, tuple[Callable[[], Case], bool | None]] = {
-    **{name: (lambda name=name: with_labels(*ZOO[name]()), True if name in ("bert", "vit") else None) for name in ("bert", "gpt2", "llama", "vit", "t5")},
-    "gpt2's last token": (lambda: with_labels(gpt2_classifier(), {"input_ids": text(4, 7)["input_ids"].clamp(min=1)}), True),
-    "llama's last token": (lambda: with_labels(
-        tf.LlamaForSequenceClassification(tf.LlamaConfig(**WORDS, num_key_value_heads=2)), {"input_ids": text(4, 7)["input_ids"]}), True),
-    "another token": (two_lengths, False),
-    "labels of tokens": (labels_of_tokens, False),
-    "mean": (lambda: (Mean(hide=False), PAIRS, cross_entropy), False),
-    "mean without NaN": (lambda: (Mean(hide=True), PAIRS, cross_entropy), False),
-    "wrong answers": (lambda: (bert()[0], PAIRS, wrong_answers), False),
-    "a layer that runs twice": (lambda: (SharedFeedForward(), PAIRS, cross_entropy), None),
+# A model, batches and the loss.
+CASES: dict[str, Callable[[], Case]] = {
+    **{name: (lambda name=name: with_labels(*ZOO[name]())) for name in ("bert", "gpt2", "llama", "vit", "t5")},
+    "another length": two_lengths,
+    "labels of tokens": labels_of_tokens,
+    "a layer that runs twice": lambda: (SharedFeedForward(), PAIRS, cross_entropy),
     # Layers that run several times, experts, windows.
-    **{name: (partial(of_base, name), None) for name in ("albert", "mixtral", "swin", "xlnet", "longformer", "gemma3_text", "bitnet")},
-}  # fmt: skip
+    **{
+        name: partial(of_base, name)
+        for name in ("albert", "mixtral", "swin", "xlnet", "longformer", "gemma3_text", "bitnet")
+    },
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_replayed_losses_are_those_of_plain_passes(name: str) -> None:
-    """For every head of every batch; and where a loss reads one token, the last block's other tokens are left out."""
-    make, cut = CASES[name]
-    model, batches, loss_fn = make()
-    tokens = [counted(module) for module in feed_forward(model)]
+    """For every head of every batch."""
+    model, batches, loss_fn = CASES[name]()
     every = hp.find_attention(model, unlabelled(batches)[0]) if loss_fn is squares else []
     scores = hp.score(model, batches, "ablation", loss_fn=loss_fn, layers=every[:1] + every[1:][-1:] or None)
     assert scores.details["replayed"] == "every layer" or name not in ZOO
-    if cut is not None:
-        once = [sum(calls) for calls in tokens]
-        hp.score(model, batches * 2, "ablation", loss_fn=loss_fn, layers=scores.layers)
-        more = [sum(calls) - 2 * n for calls, n in zip(tokens, once, strict=True)]  # what a batch more takes
-        assert (more[-1] < more[0]) == cut  # the last block runs for the heads of all three, the first one for its own
     dense = hp.evaluate(model, batches, loss_fn=loss_fn).loss
     for layer in scores.layers:
         for head in range(0, layer.num_heads, 1 + layer.num_heads // 7):  # of many heads some
@@ -745,19 +718,6 @@ def test_replayed_losses_are_those_of_plain_passes(name: str) -> None:
             near = {"rel": 1e-3, "abs": 1e-5 * dense.mean()} if loss_fn is squares else {"rel": 1e-4, "abs": 1e-6}
             value = float(scores.values[layer.name][head])
             assert value == pytest.approx(float((masked - dense).mean()), **near), (layer.name, head)
-
-
-def feed_forward(model: nn.Module) -> list[nn.Module]:
-    """The modules that widen the hidden state, one of each block."""
-    wide = [n for n, m in model.named_modules() if getattr(m, "out_features", 0) > getattr(m, "in_features", 99)]
-    return [m for n, m in model.named_modules() if n in wide or n.endswith("c_fc")]
-
-
-def counted(module: nn.Module) -> list[int]:
-    """How many tokens each call of a module computes (a hook would see all of them)."""
-    calls, forward = list[int](), module.forward
-    module.forward = lambda x: (calls.append(x.shape[0] * x.shape[1]), forward(x))[1]  # type: ignore[method-assign]
-    return calls
 
 
 def test_a_replay_runs_only_what_comes_after_the_gate() -> None:
@@ -787,18 +747,8 @@ def test_memory_that_runs_out_halves_the_stack() -> None:
         torch.testing.assert_close(scores.flat(), expected.flat(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["mean-ablation", "resample-ablation"])
-def test_fills_see_all_tokens(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same scores whether the last block is cut or not."""
-    model, example = bert()
-    scores = [hp.score(model, [labelled(model, example)], method, seed=3).flat()]
-    monkeypatch.setattr("headprune.scoring.calls.TOKENS", ())
-    scores.append(hp.score(model, [labelled(model, example)], method, seed=3).flat())
-    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-7)
-
-
 def test_a_routers_loss_does_not_end_the_scoring() -> None:
-    """What looks for tokens that are not read calls modules once more, and a router's logits of those calls do not fit its own loss."""
+    """Its logits of calls that a replay skips or repeats need not fit the rest of its loss."""
     config = tf.MixtralConfig(**WORDS, num_key_value_heads=2, num_local_experts=3, output_router_logits=True)
     model = randomise(tf.MixtralForCausalLM(config))
     batches = [text(rows, 6, seed=rows) for rows in (2, 1)]

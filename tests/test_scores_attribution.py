@@ -13,8 +13,8 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.scoring.ablation import inclusion
 from headprune.scoring.learned import _relaxed
-from headprune.scoring.sampled import inclusion
 from tests.support.brute import output_of
 from tests.support.checks import hooks
 from tests.support.odd import Convolutions

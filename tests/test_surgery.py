@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.pruned.hooks import HeadArgument
-from headprune.surgery import cutter
+from headprune.surgery import removal
 from headprune.surgery.evidence import ROWS, Bounds, _by_head, _sampled, differing, longer, position_limit
 from headprune.surgery.proof import Reference, _compare, _is_distribution, _sure, answers, tolerance_of
 from headprune.surgery.removal import Removal, count_changes, groups_left, ways
@@ -205,8 +205,8 @@ def test_layers_that_lose_the_same_heads_keep_their_own_weights() -> None:
         model = copy.deepcopy(dense)
         layers = hp.find_attention(model, torch.randn(2, 8, 32))
         for way in ways(layers, {a.name: [0, 1] for a in layers})[:6]:
-            undo = cutter.snapshot(model)
-            cutter.cut(model, way)
+            undo = removal.snapshot(model)
+            removal.cut(model, way)
             for pruned, whole in zip(model.layers, dense.layers, strict=True):
                 old, half = whole.self_attn, 16
                 assert pruned.self_attn.out_proj.weight.equal(old.out_proj.weight[:, half:])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quality import METHODS, Subject, table
+from quality import METHODS, Subject, leads, table
 
 import headprune as hp
 from tests.support.problems import small
@@ -41,6 +41,18 @@ def test_the_table_holds_means_spreads_and_a_paired_error(subject):
     assert "dense 1.000" in text
     error = np.std([0, 0, -0.5, -1], ddof=1) / 2
     assert f"0 to {error:.2g} for the paired change from dense." in text
+
+
+def test_the_lead_is_over_the_best_peer_of_each_count(subject):
+    def row(method, draw, each):
+        return {"method": method, "draw": draw, "keep": 4, "each": each * 10}
+
+    peers = [row("weak", 0, "0000"), row("strong", 0, "1010"), row("headprune compensated", 0, "1111")]
+    rows = [row("dense", 0, "1111"), *peers, row("headprune auto", 0, "1111"), row("headprune auto", 1, "1101")]
+    spread = np.tile([0, 1, -0.5, 1], 10) - 0.375
+    half = 2.0227 * np.sqrt((spread**2).sum() + 2) / 40
+    assert leads(subject, rows)[5:] == [f"| 4 | strong | +0.375 | {0.375 - half:+.3f} to {0.375 + half:+.3f} |"]
+    assert leads(subject, rows[:3]) == []
 
 
 def test_auto_is_the_search_and_the_repair_that_users_get(subject):

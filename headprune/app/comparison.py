@@ -16,6 +16,7 @@ from headprune.documents import Count, to_json
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, compare
 from headprune.latency import Speedup
+from headprune.metrics import metric_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +110,6 @@ def _open(folder: RunFolder) -> tuple[Run, Metrics]:
     return folder.read_run(), metrics
 
 
-_VERDICTS = {
-    "accuracy": ("better", "worse"),
-    "perplexity": ("worse", "better"),
-    "loss": ("worse", "better"),
-}  # up, down
 _INDEPENDENT = "so nothing is paired: intervals take both as independent."
 
 
@@ -163,7 +159,7 @@ def _paired(
 
 def _independent(a: Measured, b: Measured, metric: str) -> Change:
     """The change between models that were measured on different examples: squares of half-widths are added."""
-    ratio = metric == "perplexity"
+    ratio = metric_named(metric).relative
     scale = math.log if ratio else float
     ends = [[scale(v) for v in (m.metrics[metric], m.low, m.high)] for m in (a, b)]
     half = math.hypot(*((high - low) / 2 for _, low, high in ends))
@@ -173,7 +169,7 @@ def _independent(a: Measured, b: Measured, metric: str) -> Change:
     low, high = value - half, value + half
     verdict = "no measurable change"
     if low > 0 or high < 0:
-        verdict = _VERDICTS.get(metric, ("higher", "lower"))[value < 0]
+        verdict = "better" if (value > 0) == metric_named(metric).higher else "worse"
     if ratio:
         value, low, high = map(math.expm1, (value, low, high))
     return Change(metric, value, low, high, p, verdict, min(a.examples, b.examples))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
@@ -78,36 +76,22 @@ class Console:
         # In a narrow terminal the label is cut, not the time left.
         one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         label_column = TextColumn("{task.description}", markup=False, table_column=one_line)
-        columns = (label_column, BarColumn(bar_width=20), TimeElapsedColumn(), TimeLeft(Column(no_wrap=True)))
-        with Progress(*columns, console=self.err, transient=True, expand=True) as bars:
+        columns = (
+            label_column,
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        # The time left is estimated from all steps: a step may take minutes.
+        with Progress(*columns, console=self.err, transient=True, expand=True, speed_estimate_period=math.inf) as bars:
             task = bars.add_task(label, total=None)
 
             def update(done: int, total: int, note: str = "") -> None:
                 text = f"{label} ({note})" if note else label
-                bars.update(task, completed=done, total=total, description=text, updated=time.monotonic())
+                bars.update(task, completed=done, total=total, description=text)
 
             yield update
-
-
-class TimeLeft(ProgressColumn):
-    """Steps done and planned, and the time left, estimated from all steps so far.
-
-    rich's own column looks at the last half minute only, and shows ``-:--:--`` if no step ended in it.
-    """
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        """The column's text, such as ``12/38, 0:01:10 left``."""
-        if not task.total:
-            return Text("")
-        count = f"{task.completed:,.0f}/{task.total:,.0f}"
-        updated, now = task.fields.get("updated"), time.monotonic()
-        if not task.completed or updated is None or task.elapsed is None:
-            return Text(count)
-        waited = now - updated
-        left = (task.elapsed - waited) * (task.total / task.completed - 1) - waited
-        return Text(f"{count}, {timedelta(seconds=max(round(left), 0))} left")
 
 
 def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int]]], signed: bool = True) -> Table:

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from headprune import checkpoint
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError
-from headprune.files import digest, read_json, write_json
+from headprune.files import read_json, write_json
 
 HOME = Path(".headprune") / "digits"
 REPORT = Path("reports") / "demo"
@@ -68,14 +68,8 @@ def prepare(home: Path, progress: Callable[[int, int], None]) -> tuple[Path, Pat
 
 
 def was_run(folder: RunFolder) -> bool:
-    """Whether the demo wrote the report in this folder, by the note of `remember`."""
-    mark = HOME / "run.json"
-    return mark.is_file() and folder.pruned and read_json(mark, "demo").get("report") == digest(folder.metrics_path, 64)
-
-
-def remember(folder: RunFolder) -> None:
-    """Note that the demo wrote this report."""
-    write_json(HOME / "run.json", "demo", {"report": digest(folder.metrics_path, 64)})
+    """Whether a folder has the report of a demo: of a pruned model that `prepare` trained."""
+    return folder.pruned and folder.read_run().options.model == str(HOME / "model")
 
 
 def _write_data(path: Path, images: Any, labels: Any) -> None:

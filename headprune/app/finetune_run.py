@@ -15,12 +15,11 @@ from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import load_model
 from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.app.report import finetune_card, finetune_report
-from headprune.app.sources import half_of, holds
-from headprune.app.workflow import Console, Scene, open_scene
+from headprune.app.sources import half_of, holds, name_of
 from headprune.app.workflow.cost import announce, cost_of_training
-from headprune.app.workflow.scene import changed_options, seen_before
+from headprune.app.workflow.scene import Console, Scene, changed_options, open_scene, seen_before
 from headprune.errors import HeadPruneError
-from headprune.evaluation import compare, evaluate
+from headprune.evaluation import compare
 from headprune.files import write_file
 from headprune.fingerprint import config_hash, has_identity, processor_hash
 from headprune.inputs import model_device
@@ -94,13 +93,14 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
     half = half_of(pruned.config)
     if half and next(pruned.parameters()).dtype == torch.float32 and holds(pruned, half):
         scene = replace(scene, loaded=replace(scene.loaded, stored=half))
-        dtype = str(half).removeprefix("torch.")
-        notes.append(f"{source} is stored in {dtype}, and so is the fine-tuned model; trained and measured in float32.")
+        notes.append(
+            f"{source} is stored in {name_of(half)}, and so is the fine-tuned model; trained and measured in float32."
+        )
     console.say(*notes)
     announce(console, lambda: cost_of_training(pruned, train, parts.choose, parts.report, config.training.epochs))
     with console.track("fine-tuning") as progress:
         tuned, training = finetune(
-            pruned, scene.model, train, parts.choose, config.training, folder.unfinished / "training", metric=metric,
+            pruned, scene.model, train, parts.choose, config.training, folder.unfinished / "training", metric=scene.measures.own,
             progress=progress, say=console.say,
         )  # fmt: skip
     content, origin = folder.unfinished / "content", {"from": str(source)}
@@ -109,7 +109,7 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
     measured = {}
     for name, model in models.items():
         with console.track(f"measuring the {name} model") as progress:
-            measured[name] = evaluate(model, parts.report.batches(), progress=progress)
+            measured[name] = scene.measures.evaluate(model, parts.report, progress)
     pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
     asked = {**vars(config.training), "dtype": options.loading.dtype, "train_limit": config.train_limit}
     record = documents.FinetuneRecord(
@@ -149,8 +149,8 @@ def _open_dense(options: Options, run: documents.Run | None, console: Console) -
             raise
         raise HeadPruneError(error.args[0], f"{error.hint} Or name another dense model with --teacher.") from error
     model, changed = scene.model, []
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if run is not None and (options.model, dtype) == (run.options.model, run.model.dtype):
+    dtype = next(model.parameters()).dtype
+    if run is not None and (options.model, name_of(dtype)) == (run.options.model, run.model.dtype):
         changed = run.model.other_now(run.environment, config_hash(model), processor_hash(scene.loaded.processor))
         changed += [] if has_identity(model, run.model.fingerprint) else ["weights"]
     if changed:

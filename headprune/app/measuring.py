@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,22 @@ from headprune.app.data import DataParts, Part, load_parts
 from headprune.app.data.parts import content_hash
 from headprune.app.documents import Cut, Examples, MetricValue, ValueTable
 from headprune.app.finetune_run import run_of
-from headprune.app.models import LoadedModel, load_model
-from headprune.app.options import DataOptions, LoadOptions, TaskOptions
-from headprune.app.sources import check_source, resolved
+from headprune.app.measures import Measures
+from headprune.app.models import LoadedModel, config_of, load_model, task_of
+from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
+from headprune.app.sources import check_source, resolved, split_revision
 from headprune.app.workflow.scene import Console, seen_before
 from headprune.errors import HeadPruneError
-from headprune.evaluation import Measurement, evaluate
+from headprune.evaluation import Measurement
 from headprune.exporting import is_exported
 from headprune.exporting.engines import Session
 from headprune.inputs import is_encoder_decoder, unlabelled
 
 
 def measure_models(
-    sources: Sequence[str], data: DataOptions, loading: LoadOptions, tasks: TaskOptions, console: Console
-) -> list[ValueTable]:
+    sources: Sequence[str], data: DataOptions, loading: LoadOptions, measuring: MetricOptions, tasks: TaskOptions,
+    console: Console,
+) -> list[ValueTable]:  # fmt: skip
     """The metrics of models on a dataset's reporting part, as `headprune prune` cuts it, and on tasks of lm-evaluation-harness.
 
     Args:
@@ -40,8 +42,9 @@ def measure_models(
         HeadPruneError: There is nothing to measure; a model, data or task does not load; models for different tasks.
     """
     _check(sources, data, loading, tasks)
+    measuring.check()
     ready = harness.load_tasks(tasks)
-    of_data = _OfData(data)
+    of_data = _OfData(data, measuring)
     of_tasks: list[tuple[str, harness.TaskResults]] = []
     first: LoadedModel | None = None
     for source in sources:
@@ -50,9 +53,6 @@ def measure_models(
         else:
             loaded = load_model(source, loading)
             console.say(*loaded.notes)
-        if first is not None and first.task.name != loaded.task.name:
-            message = f"{sources[0]} is for {first.task.name}, {source} for {loaded.task.name}."
-            raise HeadPruneError(message, "Compare alike.")
         if ready:
             harness.check_model(loaded)
         if data.dataset:
@@ -90,10 +90,33 @@ def _check(sources: Sequence[str], data: DataOptions, loading: LoadOptions, task
     if exported and tasks.names:
         message = f"{exported[0]} is for another engine, and --tasks are run in transformers."
         raise HeadPruneError(message, "Leave out --tasks, or this file.")
+    first = ""
     for source in sources:
-        if source not in exported:
-            check_source(source)
-            resolved(source)  # a run folder may hold several models
+        if source in exported:
+            if not Path(source).exists():
+                raise HeadPruneError(f"{source} does not exist.", "`headprune export MODEL` writes such a file.")
+            continue
+        check_source(source)
+        name, revision = split_revision(resolved(source))  # a run folder may hold several models
+        common = {"revision": revision, "trust_remote_code": loading.trust_remote_code}
+        task = task_of(config_of(name, common), loading.task, source).name
+        if first and task != first:
+            raise HeadPruneError(f"{sources[0]} is for {first}, {source} for {task}.", "Compare alike.")
+        first = task
+
+
+@dataclass(frozen=True)
+class _Kept(Part):
+    """A part with its batches made: the first model's, whose weights its own way to make them would keep in memory."""
+
+    made: tuple[Any, ...] = ()
+
+    def batches(self, batch_size: int | None = None) -> Iterator[Any]:
+        return iter(self.made)
+
+    @classmethod
+    def of(cls, part: Part) -> _Kept:
+        return cls(**{**_fields(part), "collate": lambda _: {}}, made=tuple(part.batches()))
 
 
 @dataclass(frozen=True)
@@ -105,40 +128,18 @@ class _Ordered(Part):
     def order(self) -> list[int]:
         return list(self.places)
 
-    @classmethod
-    def like(cls, part: Part, places: Sequence[int]) -> _Ordered:
-        return cls(**{each.name: getattr(part, each.name) for each in fields(Part)}, places=tuple(places))
+
+def _fields(part: Part) -> dict[str, Any]:
+    return {each.name: getattr(part, each.name) for each in fields(Part)}
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """The reporting part as the first model's tokenizer reads it.
-
-    Attributes:
-        examples: Identifies it.
-        rows: Their row numbers in the split.
-        labels: A hash of what is predicted; for token labels other tokens are others.
-        order: The order in which they are measured.
-        batches: In this order, for exported files.
-    """
-
-    examples: Examples
-    rows: list[int]
-    labels: str
-    order: list[int]
-    batches: list[Any]
-
-    @classmethod
-    def of(cls, part: Part) -> _Reading:
-        return cls(Examples.of(part), part.rows, _labels_of(part), part.order(), list(part.batches()))
-
-    def differs(self, part: Part, per_token: bool) -> str:
-        """Why a model that is measured on a part cannot be compared with the first one; "" if it can."""
-        if (part.split, part.rows) != (self.examples.split, self.rows):
-            return "other examples are left out than for the first model, so they are not compared."
-        if per_token and _labels_of(part) != self.labels:
-            return "its tokens are not the first model's, so values per token are not compared."
-        return ""
+def _difference(part: Part, first: Part, per_token: bool) -> str:
+    """Why a model that is measured on a part cannot be compared with the first model on its own; "" if it can."""
+    if (part.split, part.rows) != (first.split, first.rows):
+        return "other examples are left out than for the first model, so they are not compared."
+    if per_token and _labels_of(part) != _labels_of(first):
+        return "its tokens are not the first model's, so values per token are not compared."
+    return ""
 
 
 def _labels_of(part: Part) -> str:
@@ -148,34 +149,34 @@ def _labels_of(part: Part) -> str:
 class _OfData:
     """Models measured on a dataset's reporting part."""
 
-    def __init__(self, data: DataOptions) -> None:
-        self.data, self.values, self.notes = data, list[MetricValue](), list[str]()
-        self.first: tuple[_Reading, Measurement] | None = None
+    def __init__(self, data: DataOptions, measuring: MetricOptions) -> None:
+        self.data, self.measuring = data, measuring
+        self.values, self.notes = list[MetricValue](), list[str]()
+        self.first: tuple[Part, Measurement] | None = None
 
     def add(self, source: str, loaded: LoadedModel, console: Console) -> None:
         """Measure one more model."""
-        first, why = self.first, ""
+        first, measures, why = self.first, Measures(loaded, self.measuring), ""
         if first is not None and isinstance(loaded.model, EngineModel):
-            batches = first[0].batches
-            loaded.model(**batches[0])  # its own error, if it takes no examples of this size
+            part = first[0]
+            loaded.model(**next(part.batches()))  # its own error, if it takes no examples of this size
         else:
             parts = load_parts(self.data, loaded)
             part = parts.report
             self._say([*parts.notes, *_seen(source, loaded, parts, self.data)], console)
             if first is not None:
-                why = first[0].differs(part, loaded.task.metric == "perplexity")
-                part = _Ordered.like(part, first[0].order) if part.rows == first[0].rows else part
-            batches = list(part.batches())
+                why = _difference(part, first[0], measures.own == "perplexity")
+                part = _Ordered(**_fields(part), places=tuple(first[0].order())) if part.rows == first[0].rows else part
         with console.track(f"measuring {source}") as progress, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "headprune: EngineModel takes no")  # a file may leave inputs out
-            measurement = evaluate(loaded.model, batches, progress=progress)
+            measurement = measures.evaluate(loaded.model, part, progress)
         if first is None:
-            self.first = _Reading.of(part), measurement
+            self.first = _Kept.of(part), measurement
         compared = first[1] if first and not why else None
-        main = loaded.task.metric
         # The perplexity of classes is nobody's figure.
-        names = (name for name in measurement.metrics if name != "perplexity" or name == main)
-        for metric in sorted(names, key=lambda name: name != main):
+        names = [n for n in measurement.metrics if n != "perplexity" or n in (measures.own, *measures.further)]
+        asked = [*measures.further, measures.own]
+        for metric in sorted(names, key=lambda name: asked.index(name) if name in asked else len(asked)):
             value = MetricValue.of(source, metric, measurement, compared, note=why and f"{source}: {why}")
             self.values.append(value)
             self._say(filter(None, [value.note]), console, loud=False)
@@ -185,7 +186,7 @@ class _OfData:
         assert self.first is not None
         names = list(dict.fromkeys(value.metric for value in self.values))
         values = sorted(self.values, key=lambda value: names.index(value.metric))
-        examples, notes = self.first[0].examples, tuple(self.notes)
+        examples, notes = Examples.of(self.first[0]), tuple(self.notes)
         return ValueTable(
             name=self.data.dataset, examples=examples.examples, data=examples, values=tuple(values), notes=notes
         )

@@ -83,6 +83,46 @@ class DataOptions:
             check_local(dataset)
 
 
+_metric = partial(typer.Option, rich_help_panel="Metrics")
+
+
+@dataclass(frozen=True)
+class MetricOptions:
+    """How models are measured.
+
+    Attributes:
+        metric: The metrics; the first decides verdict and recommendation. () for the task's own.
+        max_new_tokens, num_beams: For metrics of texts that the model generates; None as in its own generation_config.
+    """
+
+    metric: Annotated[
+        tuple[str, ...],
+        _metric(
+            metavar="NAME",
+            help="What to measure by, such as f1_macro, matthews_corrcoef, spearman, squad_f1, seqeval, wer or bleu (docs/metrics.md); "
+            "repeatable, the first decides [accuracy or perplexity, by task].",
+            show_default=False,
+        ),
+    ] = ()
+    max_new_tokens: Annotated[
+        int | None, Field(ge=1), _metric(min=1, help="Tokens that a model generates, at most.")
+    ] = None
+    num_beams: Annotated[int | None, Field(ge=1), _metric(min=1, help="Beams to generate with; 1 is greedy.")] = None
+
+    def check(self) -> None:
+        """Refuse metrics that do not exist.
+
+        Raises:
+            HeadPruneError: There is none of that name, or it is given twice.
+        """
+        from headprune.metrics import metric_named
+
+        for name in self.metric:
+            metric_named(name)
+        if len({*self.metric}) < len(self.metric):
+            raise HeadPruneError(f"--metric {self.metric[0]} is there twice.", "Give each metric once.")
+
+
 @dataclass(frozen=True)
 class Task:
     """What a model is for.
@@ -175,6 +215,7 @@ class Options:
     model: str
     data: DataOptions
     loading: LoadOptions = field(default_factory=LoadOptions)
+    measuring: MetricOptions = field(default_factory=MetricOptions)
     seed: Seed = 0
     distil: StrictBool = False
     keep: str | None = None
@@ -193,6 +234,7 @@ class Options:
             keep_of(self.keep)
         self.loading.check()
         self.data.check()
+        self.measuring.check()
 
 
 @dataclass(frozen=True)

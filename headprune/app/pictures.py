@@ -1,9 +1,10 @@
-"""Figures and images as files and data URIs, and the attention figures of the report and of `headprune show`."""
+"""Figures and images as files and data URIs, and attention as a figure (report, `headprune show`) or in a terminal."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -11,11 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
 from torch import Tensor
 
-from headprune.app.documents import Heads, Positions, Sample, SampleLayer
+from headprune.app.documents import Heads, Positions, Sample, SampleLayer, by_role
 from headprune.files import write_file
-from headprune.seeing.roles import MIXED, RULES
+from headprune.seeing import HeadProfile
+from headprune.seeing.roles import MIXED, RULES, UNKNOWN
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # imported only where one is drawn
@@ -43,14 +48,13 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> 
 
 def png(figure: Drawing) -> bytes:
     """A figure as a PNG file; the same figure gives the same bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    size = canvas.get_width_height()
-    picture = Image.frombuffer("RGBA", size, bytes(canvas.buffer_rgba())).convert("RGB")
-    file = io.BytesIO()
-    few = picture.quantize(_COLOURS, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
+    drawn, file = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png")
+    few = (
+        Image.open(drawn)
+        .convert("RGB")
+        .quantize(_COLOURS, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
+    )
     few.save(file, "PNG", optimize=True)
     return file.getvalue()
 
@@ -142,22 +146,14 @@ def figure_of_all(heads: Heads, sample: Sample, drop: Mapping[str, Sequence[int]
     axis.tick_params(length=0)
     axis.xaxis.tick_top()
     axis.spines[:].set_visible(False)
-    patches = [Patch(color=colour, label=label) for colour, label in legend_of(roles).items()]
-    widest_label = 2.4 if any(", " in str(patch.get_label()) for patch in patches) else 1.5
-    columns = max(1, min(len(patches), int((1.3 + widest * 0.5) / widest_label)))
+    legend = [
+        Patch(color=_OF_ROLES.get(r, _OF_ROLES[MIXED]), label=f"{r} ({n})") for r, n in Counter(roles).most_common()
+    ]
+    columns = max(1, min(len(legend), int((1.3 + widest * 0.5) / 1.5)))
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.01), "fontsize": 7, "frameon": False}
-    axis.legend(handles=patches, ncols=columns, **below)
+    axis.legend(handles=legend, ncols=columns, **below)
     _titled(axis, sample.title)
     return figure
-
-
-def legend_of(roles: Sequence[str]) -> dict[str, str]:
-    """The roles of each colour, with their numbers of heads. Roles of one colour share an entry."""
-    families: dict[str, list[str]] = {}
-    for role in dict.fromkeys((*(rule.role for rule in RULES), MIXED)):
-        if role in roles:
-            families.setdefault(_OF_ROLES[role], []).append(f"{role} ({roles.count(role)})")
-    return {colour: ", ".join(names) for colour, names in families.items()}
 
 
 def figure_of_head(sample: Sample, layer: SampleLayer, head: int, title: str) -> Drawing:
@@ -202,3 +198,106 @@ def _figure_of_patches(queries: Positions, keys: Positions, rows: Sequence[int],
 
 def _titled(axis: Any, title: str) -> None:
     axis.set_title(title, fontsize=8, loc="left", wrap=True, parse_math=False)
+
+
+# -- in a terminal: text from data is never markup; coloured text has its own background ---------------------
+
+_SHORT = {rule.role: rule.short for rule in RULES} | {MIXED: "·", UNKNOWN: "?"}
+_SHADES = " ░▒▓█"
+_LEAST, _MOST = 4, 16  # columns of a head
+_KEYS = 4  # keys named for each query, at most
+
+
+def all_heads(heads: Heads, sample: Sample, width: int, colours: bool) -> Group:
+    """All heads as small multiples, a row of them for each layer.
+
+    Args:
+        width: Columns of the terminal.
+        colours: Whether the terminal shows colours.
+    """
+    lines: list[Text] = [Text(sample.title)] if sample.title else []
+    for profile in heads.layers:
+        layer = sample.layer(profile.index)
+        if layer is None:
+            continue
+        tables = cells(sample, layer)
+        each = max(_LEAST, min(_MOST, max(tables.shape[1:]), (width - 5) // len(tables) - 1))
+        across = max(1, (width - 5) // (each + 1))
+        for start in range(0, len(tables), across):
+            some = range(start, min(start + across, len(tables)))
+            rows = 2 * -(-each // 4) * (2 if each > 8 else 1)
+            names = (f"H{h} {_short(profile.heads[h].role)}"[:each].ljust(each) for h in some)
+            lines.append(Text(f"{'' if start else f'L{profile.index}':<4} {' '.join(names)}", "bold"))
+            lines += _strip([resized(tables[h], rows, each) for h in some], colours)
+    return Group(*lines)
+
+
+def _strip(tables: list[NDArray[np.float32]], colours: bool) -> list[Text]:
+    """Tables side by side, two rows of numbers in each line."""
+    lines = []
+    for r in range(0, len(tables[0]), 2):
+        line = Text("     ")
+        for table in tables:
+            for top, bottom in zip(table[r], table[r + 1], strict=True):
+                if colours:
+                    line.append("▀", f"{_blue(top)} on {_blue(bottom)}")
+                else:
+                    line.append(_SHADES[min(4, int(np.sqrt(max(top, bottom)) * 5))])
+            line.append(" ")
+        lines.append(line)
+    return lines
+
+
+def one_head(sample: Sample, layer: SampleLayer, head: int, colours: bool) -> RenderableType:
+    """One head: for each token what it attends to, and the text with its weights as backgrounds."""
+    queries, keys = sample.positions[layer.queries], sample.positions[layer.keys]
+    weights = layer.unpacked()[head]
+    rows = range(len(queries.labels)) if layer.rows is None else layer.rows
+    picture = colours and keys.grid is None
+    columns = [Column(justify="right", no_wrap=True), Column(no_wrap=True), *([Column()] if picture else [])]
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 1), show_header=False)
+    for row, row_weights in zip(rows, weights, strict=True):
+        largest = [j for j in np.argsort(-row_weights, kind="stable")[:_KEYS] if row_weights[j] >= 0.05]
+        names = Text("  ").join(Text(f"{keys.labels[j]} {row_weights[j]:.0%}") for j in largest)
+        shown = [Text(queries.labels[row], "bold"), names]
+        if picture:
+            painted = (Text(k, f"{_ink(w)} on {_blue(w)}") for k, w in zip(keys.labels, row_weights, strict=True))
+            shown.append(Text(" ").join(painted))
+        table.add_row(*shown)
+    return table
+
+
+def figures_of(profile: HeadProfile) -> Text:
+    """A head's numbers, except its clarity, by their names in heads.json."""
+    numbers = {name: value for name, value in vars(profile).items() if isinstance(value, int | float)}
+    return Text(", ".join(f"{name} {value:.3g}" for name, value in numbers.items() if name != "clarity"))
+
+
+def role_table(heads: Heads) -> Table:
+    """Layers by heads, each with its role in short."""
+    widest = max(len(layer.heads) for layer in heads.layers)
+    table = Table("", *(f"H{h}" for h in range(widest)), box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for layer in heads.layers:
+        roles = [Text(_short(profile.role), "dim" if profile.role == MIXED else "") for profile in layer.heads]
+        table.add_row(f"L{layer.index}", *(roles or [Text("?")]))
+    return table
+
+
+def role_counts(heads: Heads) -> list[str]:
+    """A line for each role, most frequent first: how many heads have it, and the clearest of them, in words."""
+    return [f"{_short(role):>5}  {len(places):>3}  {role}, as {example}" for role, places, example in by_role(heads)]
+
+
+def _short(role: str) -> str:
+    return _SHORT.get(role, role)
+
+
+def _blue(weight: float) -> str:
+    """From near white to dark blue, by the square root of a weight."""
+    share = float(np.sqrt(min(max(float(weight), 0.0), 1.0)))
+    low, high = (244, 247, 252), (8, 48, 107)
+    return "rgb({},{},{})".format(*(round(a + (b - a) * share) for a, b in zip(low, high, strict=True)))
+
+
+def _ink(weight: float) -> str:
+    return "rgb(255,255,255)" if weight > 0.39 else "rgb(0,0,0)"  # contrast of 4.5 or more

@@ -18,14 +18,14 @@ from headprune import __version__
 from headprune.app.documents import Environment, Heads, Metrics, ReportValues, Run
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError, check_link
-from headprune.files import CHECKSUM, digest, read_json, stored_checksum
+from headprune.files import CHECKSUM, digest, stored_checksum
 from headprune.scoring.scores import HeadScores, load_scores
 
 REPORTS = Path("reports")
-# A run's files, all replaced by a new run; agreement.png, latency.png and time.png are from older versions.
+# A run's files, all replaced by a new run.
 PARTS = (
     "scores.json", "run.json", "metrics.json", "heads.json", "report.npz", "plan*.json", "pruned-*", "report.md", "report.html",
-    "importance.png", "agreement.png", "tradeoff.png", "orders.png", "latency.png", "time.png", "heads.png",
+    "importance.png", "tradeoff.png", "heads.png",
 )  # fmt: skip
 
 
@@ -159,27 +159,11 @@ def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | 
     paths = [p for p in (root / "scores.json", *root.glob("*/scores.json")) if p.is_file()]
     for path in sorted(paths, key=lambda p: p.stat().st_mtime, reverse=True):
         folder = RunFolder(path.parent)
-        if model is None or _same_model(_model_of(folder), model):
+        if model is None or (scored := folder.read_run().options.model) == model:
+            return folder
+        if Path(scored).exists() and Path(model).exists() and Path(scored).samefile(model):
             return folder
     return None
-
-
-def _model_of(folder: RunFolder) -> str:
-    """The model that a run scored; works even if another version wrote the rest of run.json.
-
-    Raises:
-        HeadPruneError: run.json does not name the model.
-    """
-    options = read_json(folder.run_path, "run").get("options")
-    model = options.get("model") if isinstance(options, dict) else None
-    if not isinstance(model, str):
-        hint = "Score again, or move this folder away."
-        raise HeadPruneError(f"{folder.run_path} is damaged: it does not say which model was scored.", hint)
-    return model
-
-
-def _same_model(a: str, b: str) -> bool:
-    return a == b or (Path(a).exists() and Path(b).exists() and Path(a).samefile(b))
 
 
 def environment(device: str) -> Environment:

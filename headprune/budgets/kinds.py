@@ -218,7 +218,7 @@ class Drop(Budget):
     """What the metric may lose: accuracy in parts of 1, perplexity as its relative increase. Never a share of the dense model's."""
 
     flag = "--max-drop"
-    help = "The fewest heads whose loss of accuracy is below this with 95 % confidence: 0.01; of perplexity: its relative increase."
+    help = "The fewest heads whose loss of the metric is below this with 95 % confidence: 0.01; of perplexity: its relative increase."
     example = "0.01 or 1%"
     limits = "accuracy"
     unit = ""
@@ -241,6 +241,8 @@ class Drop(Budget):
         Raises:
             HeadPruneError: Nothing can go; the hint says the nearest budget that can be met.
         """
+        from headprune.metrics import metric_named
+
         measure, losses = subject.change, dict[int, Reading]()
         assert measure is not None
 
@@ -248,7 +250,7 @@ class Drop(Budget):
             if steps not in losses:
                 change = measure(order.after(steps))
                 readings = (change.value, change.low, change.high)
-                if change.metric == "accuracy":  # higher is better: the loss is minus the change
+                if metric_named(change.metric).higher:  # the loss is minus the change
                     readings = (-change.value, -change.high, -change.low)
                 losses[steps] = Reading(*readings)
             return not losses[steps].high > self.amount

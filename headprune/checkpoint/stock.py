@@ -40,8 +40,6 @@ Field = tuple[int, str]
 """A config's field: (index in `configs_in`, field name)."""
 Change = dict[Field, Any]
 """New values of config fields."""
-Built = dict[tuple[Any, ...], tuple[Any, nn.Module]]
-"""Cache: change of the config -> (changed config, model on the meta device)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,6 @@ class StockCounts:
     def __init__(self, model: nn.Module, layers: Layers) -> None:
         self.model, self.layers = model, layers
         self.name = dense_class(model).__name__
-        self._built: Built = {}
 
     @classmethod
     def of(cls, model: nn.Module | None, layers: Layers) -> StockCounts | None:
@@ -90,7 +87,7 @@ class StockCounts:
         pruned = _meta_copy(self.model)
         remove(pruned, ways(touched, {n: list(h) for n, h in drop.items() if h})[0])
         try:
-            return next(stock_configs(pruned, self._built), None)
+            return next(stock_configs(pruned), None)
         except NotStockError:
             return None
 
@@ -131,12 +128,11 @@ def to_stock(model: nn.Module) -> Any:
     raise why
 
 
-def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[StockConfig]:
+def stock_configs(model: nn.Module) -> Iterator[StockConfig]:
     """The configs with which a stock class has the pruned model's tensors, by name and shape; the most likely ones first.
 
     Args:
         model: A pruned transformers model; its weights may be on the meta device.
-        built: Cache of the configs and models built for other prunes of the same model; it grows.
 
     Raises:
         NotStockError: No config fits.
@@ -155,16 +151,12 @@ def stock_configs(model: nn.Module, built: Built | None = None) -> Iterator[Stoc
     except Exception as error:
         raise NotStockError(f"{cls.__name__} cannot be built: {first_line(error)}.") from error
     shares = _shares(model, dense, structure)
-    built, any_fits, why = {} if built is None else built, False, ""
+    any_fits, why = False, ""
     for change in _changes(base, sorted(shares), structure["biases"]):
         fields = ", ".join(f"{name}={value}" for (_, name), value in change.items())
-        key = tuple(change.items())
         try:
-            if key not in built:
-                config = _changed(base, change)
-                built[key] = config, on_meta(cls, config)
-            config, like = built[key]
-            fit = _fit(model, like, structure)
+            config = _changed(base, change)
+            fit = _fit(model, on_meta(cls, config), structure)
         except NotStockError as error:
             why = why or f"with {fields}, {error.args[0]}"
         except Exception as error:  # any error of the class or its config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -13,22 +13,6 @@ import typer.core
 from headprune.cli.options import takes_options
 from headprune.cli.session import fail, run
 from headprune.errors import HeadPruneError
-
-_SETTINGS = {
-    "--examples": "ablation:examples=64", "--time": "ablation:time=60", "--max-memory": "ablation:memory=4GB",
-    "--normalise": "gradient:normalise", "--steps": "l0:steps=400", "--permutations": "shapley:permutations=64",
-    "--sparsity": "l0:sparsity=0.02", "--keep": "l0:keep=36",
-}  # fmt: skip
-RETIRED = {
-    **{flag: f"A method's settings follow its name: -m {method}." for flag, method in _SETTINGS.items()},
-    "--revision": "The revision of a Hub model follows its name: MODEL@REVISION.",
-    "--offload-folder": "Weights that fit in no memory lie in temporary files until the run ends: TMPDIR says where.",
-    "--streaming": "For a model larger than the memory: `headprune prune MODEL -d DATA --plan FILE --device-map auto` (docs/scale.md).",
-    "--pad": "A padded model is as large as the dense one. Prune by `headprune prune --strategy uniform`, which keeps to what a stock class can "
-    "have, or load the folder by from_pretrained(folder, trust_remote_code=True).",
-    "estimate": "`headprune score`, `prune` and `finetune` say before they begin how long they will take; with --dry-run, no more than that.",
-}
-"""Retired options and commands, each with what to type instead. An option is looked up only if its command lacks it."""
 
 
 class Commands(typer.core.TyperGroup):
@@ -40,27 +24,22 @@ class Commands(typer.core.TyperGroup):
         except Exception as error:  # typer has its own copy of click's errors
             if not hasattr(error, "format_message"):
                 raise
-            code = _say_misused(error, sys.argv[1:] if args is None else list(args))
+            code = _say_misused(error, "--json" in (sys.argv[1:] if args is None else args))
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _say_misused(error: Any, words: Sequence[str]) -> Any:
-    """Report a usage error; the exit status. For a retired option or command, one line says what to type instead."""
-    from headprune.app.console import Console
+def _say_misused(error: Any, as_json: bool) -> int:
+    """Report a usage error; the exit status."""
+    if as_json:
+        from headprune.app.console import Console
 
-    console = Console(as_json="--json" in words)
-    name = error.option_name if hasattr(error, "possibilities") else next(iter(words), "")  # no such option, or command
-    if name in RETIRED:
-        typed = name if name.startswith("-") else f"`headprune {name}`"
-        fail(console, HeadPruneError(f"{typed} is gone.", RETIRED[name]))
-    elif console.as_json:
         message = f"{error.format_message().rstrip('.')}."
-        fail(console, HeadPruneError(message, "`headprune COMMAND --help` lists what it takes."))
+        fail(Console(as_json=True), HeadPruneError(message, "`headprune COMMAND --help` lists what it takes."))
     else:
         from typer.rich_utils import rich_format_error
 
         rich_format_error(error)
-    return error.exit_code
+    return int(error.exit_code)
 
 
 app = typer.Typer(

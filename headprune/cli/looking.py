@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.app.options import DataOptions, Device, LoadOptions
+from headprune.app.options import DataOptions, Device, LoadOptions, Options
 from headprune.cli import tables
 from headprune.cli.app import command
 from headprune.cli.options import Console, Model, Overwrite, Seed, Typed, numbers_in, output_option
@@ -92,7 +92,7 @@ def _check_shown(text: str | None, image: Path | None, data: DataOptions, output
 def _print_heads(heads: Heads, head: str | None, output: Path | None, console: Console) -> None:
     """Print all heads, or one of them, in the last sample and on average; ``output`` is a picture file to write, too."""
     from headprune.app import pictures
-    from headprune.app.seeing import head_named, terminal
+    from headprune.app.documents import head_named
 
     sample = heads.samples[-1] if heads.samples else None
     colours = console.out.color_system is not None
@@ -101,11 +101,11 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
     draw: Callable[[], Any] | None = None
     if head is None:
         if sample is not None:
-            console.show(terminal.all_heads(heads, sample, console.out.width, colours))
+            console.show(pictures.all_heads(heads, sample, console.out.width, colours))
             draw = partial(pictures.figure_of_all, heads, sample)
         if heads.examples > 1:
-            console.show(terminal.role_table(heads))
-        roles = "\n".join(terminal.role_counts(heads))
+            console.show(pictures.role_table(heads))
+        roles = "\n".join(pictures.role_counts(heads))
         console.result(f"\nRoles on {what}; docs/heads.md says when a head has one:\n{roles}")
         console.say(*filter(None, (layer.unseen for layer in heads.layers)))
     else:
@@ -113,10 +113,10 @@ def _print_heads(heads: Heads, head: str | None, output: Path | None, console: C
         profile, name = layer.heads[number], f"L{layer.index}.H{number}"
         document = {"head": name, **vars(profile)}
         console.result(f"{name} ({layer.name}): {profile.role}: {profile.because} ({what}).")
-        console.show(terminal.figures_of(profile))
+        console.show(pictures.figures_of(profile))
         seen = sample.layer(layer.index) if sample is not None else None
         if sample is not None and seen is not None:
-            console.show(terminal.one_head(sample, seen, number, colours))
+            console.show(pictures.one_head(sample, seen, number, colours))
             draw = partial(pictures.figure_of_head, sample, seen, number, f"{name}: {profile.role}")
     if output is not None:
         if draw is None:
@@ -217,8 +217,10 @@ def demo(
 ) -> None:
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/demo/."""
     from headprune.app import demo as room
-    from headprune.app import runs, workflow
+    from headprune.app import runs
     from headprune.app.folders import Folder, claimed, key_of
+    from headprune.app.workflow.pruning import prune_run
+    from headprune.app.workflow.search import PruneConfig
     from headprune.budgets import budget_of
     from headprune.options import SearchOptions
     from headprune.scoring import DEFAULT_METHODS
@@ -238,10 +240,9 @@ def demo(
         ):
             model, data, accuracy = room.prepare(room.HOME, progress)
         console.say(f"Test accuracy of the dense ViT: {accuracy:.1%}")
-        options = workflow.Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
+        options = Options(str(model), DataOptions(str(data), limit=1000), LoadOptions(device=device))
         search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
-        config = workflow.PruneConfig(options, search, methods=DEFAULT_METHODS)
-        workflow.prune_run(config, folder, console)
-        room.remember(folder)
+        config = PruneConfig(options, search, methods=DEFAULT_METHODS)
+        prune_run(config, folder, console)
     tables.print_scores(console, folder.read_scores())
     tables.print_pruned(console, folder)

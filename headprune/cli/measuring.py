@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headprune.app.options import DataOptions, LoadOptions, TaskOptions
+from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
 from headprune.cli import tables
 from headprune.cli.app import command
 from headprune.cli.options import Console, Seed
@@ -28,6 +28,7 @@ def evaluate(
     ],
     data: DataOptions,
     loading: LoadOptions,
+    measuring: MetricOptions,
     tasks: TaskOptions,
     console: Console,
     seed: Seed = 0,
@@ -36,7 +37,7 @@ def evaluate(
     from headprune import documents
     from headprune.app.measuring import measure_models
 
-    measured = measure_models(models, replace(data, seed=seed), loading, tasks, console)
+    measured = measure_models(models, replace(data, seed=seed), loading, measuring, tasks, console)
     for table in measured:
         tables.print_values(console, table)
     console.document({"models": list(models), "tables": [documents.to_json(table) for table in measured]})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.app.options import DataOptions, LoadOptions, TaskOptions
+from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
 from headprune.cli import tables
 from headprune.cli.app import command
 from headprune.cli.options import Budgets, Console, Distil, Model, Seed, Typed, Writing, known_methods, options_of
@@ -18,7 +18,7 @@ from headprune.options import SearchOptions
 
 if TYPE_CHECKING:
     from headprune.app.runs import RunFolder
-    from headprune.app.workflow import PruneConfig
+    from headprune.app.workflow.search import PruneConfig
     from headprune.plans import PruningPlan
 
 
@@ -41,8 +41,9 @@ def score(
     seed: Seed = 0,
 ) -> None:
     """Score the importance of every head, by ablation and by gradient."""
-    from headprune.app import runs, workflow
+    from headprune.app import runs
     from headprune.app.folders import claimed, key_of
+    from headprune.app.workflow import cost, pruning, scene
     from headprune.scoring import DEFAULT_METHODS
 
     key = key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
@@ -50,13 +51,13 @@ def score(
     options = options_of(None, model, data, loading, typed, seed=seed, distil=distil, methods=methods)
     choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
     if writing.dry_run:
-        scene = workflow.open_scene(options, console, labelled=None)
+        opened = scene.open_scene(options, console, labelled=None)
         path = choose().path
         doing = f"score by {', '.join(methods)} and write {path}"
-        tables.print_dry_run(console, scene, methods, path, doing, workflow.cost_of_scores(scene).line)
+        tables.print_dry_run(console, opened, methods, path, doing, cost.cost_of_scores(opened).line)
         return
     with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        _, scores = workflow.score_run(options, folder, console)
+        _, scores = pruning.score_run(options, folder, console)
     # The work is done, so a closed pipe (`| head`) does not interrupt it.
     tables.print_scores(console, scores)
     console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
@@ -108,6 +109,7 @@ def prune(
     search: SearchOptions,
     data: DataOptions,
     loading: LoadOptions,
+    measuring: MetricOptions,
     writing: Writing,
     console: Console,
     more: More,
@@ -119,12 +121,24 @@ def prune(
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
     from headprune.app.folders import key_of
-    from headprune.app.workflow import PruneConfig
+    from headprune.app.workflow.search import PruneConfig
     from headprune.planning import check_strategy
     from headprune.planning.strategies import effort_named
 
     key = key_of(
-        "prune", budgets, search, data, loading, writing.output, writing.overwrite, model, more, tasks, distil, seed
+        "prune",
+        budgets,
+        search,
+        data,
+        loading,
+        measuring,
+        writing.output,
+        writing.overwrite,
+        model,
+        more,
+        tasks,
+        distil,
+        seed,
     )
     if "finetune" in typed and not 0 < more.finetune < float("inf"):
         raise HeadPruneError(f"--finetune {more.finetune:g} is no number of epochs.", "Give 1, or a fraction.")
@@ -139,7 +153,7 @@ def prune(
 
     def configure(source: RunFolder | None) -> PruneConfig:
         """The command's settings, with the scores of a run or with new ones."""
-        extra: dict[str, Any] = {"seed": seed, **({"distil": True} if distil else {})}
+        extra: dict[str, Any] = {"seed": seed, "measuring": measuring, **({"distil": True} if distil else {})}
         extra |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
         options = options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
         return PruneConfig(
@@ -203,8 +217,9 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
 
 def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console: Console) -> RunFolder | None:
     """Prune, or with ``--dry-run`` print what would be done; the folder that was written, or None."""
-    from headprune.app import runs, workflow
+    from headprune.app import runs
     from headprune.app.folders import claimed
+    from headprune.app.workflow.pruning import prune_run
     from headprune.searching import methods_for
 
     _refuse_unused(config, distil)
@@ -217,7 +232,7 @@ def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console:
         _dry_run(config, choose(), console)
         return None
     with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        workflow.prune_run(config, folder, console)
+        prune_run(config, folder, console)
     return folder
 
 
@@ -257,14 +272,15 @@ def _prune_folder(source: RunFolder | None, output: Path | None, model: str, ove
 
 def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
     """Print what would be done; nothing is written."""
-    from headprune.app import workflow
+    from headprune.app.workflow.cost import cost_of_pruning
+    from headprune.app.workflow.pruning import open_to_prune, plan_run
 
     if config.source is None and config.needs_scores:
-        scene = workflow.open_to_prune(config, [], console)
-        doing, cost = f"score, then prune and write {folder.path}", workflow.cost_of_pruning(scene, config)
+        scene = open_to_prune(config, [], console)
+        doing, cost = f"score, then prune and write {folder.path}", cost_of_pruning(scene, config)
         tables.print_dry_run(console, scene, config.methods, folder.path, doing, cost.line)
         return
-    scores, result = workflow.plan_run(config, console)
+    scores, result = plan_run(config, console)
     tables.print_plans(console, result.fits, scores)
     console.document({"folder": str(folder.path), "plans": [fit.plan.to_json() for fit in result.fits]})
     console.result(f"Would prune and write {folder.path}. Nothing was written.")

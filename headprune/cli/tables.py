@@ -13,28 +13,22 @@ if TYPE_CHECKING:
     from headprune.app.documents import Metrics, Run, TimeParts, ValueTable
     from headprune.app.report.content import Table
     from headprune.app.runs import RunFolder
-    from headprune.app.workflow import Scene
+    from headprune.app.workflow.scene import Scene
     from headprune.budgets import Fit
     from headprune.latency import GenerationRow, LatencyRow
     from headprune.scoring import HeadScores
 
 
-def print_table(console: Console, title: str, content: Table, without: Sequence[str] = ()) -> None:
-    """Print a table whose cells wrap between words in a narrow terminal, and never within a number.
-
-    Args:
-        without: Titles of columns to leave out.
-    """
+def print_table(console: Console, title: str, content: Table) -> None:
+    """Print a table whose cells wrap between words in a narrow terminal, and never within a number."""
     from rich.table import Table
 
-    table, columns = Table(title=title, title_justify="left", box=None), []
-    for i, column in enumerate(zip(content.head, *content.rows, strict=True)):
-        if column[0] not in without:
-            longest = max(len(word) for cell in column for word in cell.split() or [""])
-            table.add_column(column[0], overflow="fold", min_width=longest)
-            columns.append(i)
+    table = Table(title=title, title_justify="left", box=None)
+    for column in zip(content.head, *content.rows, strict=True):
+        longest = max(len(word) for cell in column for word in cell.split() or [""])
+        table.add_column(column[0], overflow="fold", min_width=longest)
     for i, row in enumerate(content.rows):
-        table.add_row(*(row[k] for k in columns), style="bold" if i == content.strong else None)
+        table.add_row(*row, style="bold" if i == content.strong else None)
     console.result("")
     console.show(table)
 
@@ -130,16 +124,15 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
 def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
     """Print the report's first screen, without what is printed elsewhere, and the section on other data."""
     from headprune.app.report import measured, opening
-    from headprune.app.report.content import Strong, Table
 
-    told = (opening.rule(metrics), opening.over_random_line(metrics), opening.precision(run, metrics))
-    other = [measured.other_table(metrics)] if metrics.also else []
-    for block in (*opening.summary(run, metrics), "\n".join(filter(None, told)), *other):
-        if isinstance(block, Table):
-            title = "On other data" if block.head[0] == "data" else "Dense and pruned"
-            print_table(console, title, block, without=[measured.control(metrics)])  # told below
-        else:
-            console.result(f"\n{f'{block.lead} {block.text}'.strip() if isinstance(block, Strong) else block}")
+    console.result(f"\n{opening.headline(run, metrics)}")
+    for text in opening.cautions(run, metrics):
+        console.result(f"\nCaution: {text}")
+    print_table(console, "Dense and pruned", measured.sizes_table(metrics))
+    lines = (opening.rule(metrics), opening.over_random_line(metrics), opening.precision(run, metrics))
+    console.result("\n" + "\n".join(filter(None, lines)))
+    if metrics.also:
+        print_table(console, "On other data", measured.other_table(metrics))
 
 
 def print_values(console: Console, table: ValueTable) -> None:
@@ -177,7 +170,7 @@ def print_times(
     """Print the measured latency, where the dense model's time goes, and how fast models generate."""
     from headprune.app.report.measured import disturbance, generation_table, latency_table, time_table
 
-    print_table(console, "Latency of a forward pass, models in turn", latency_table(rows), without=["verdict"])
+    print_table(console, "Latency of a forward pass, models in turn", latency_table(rows))
     if parts:
         print_table(console, "Where the dense model's time goes", time_table(parts, metrics))
         for text in filter(None, (disturbance(part, rows) for part in parts)):

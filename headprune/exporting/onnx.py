@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headprune import __version__
+from headprune.batches import by_path
 from headprune.checkpoint import difference
 from headprune.errors import HeadPruneError, first_line
 from headprune.exporting.engines import Session
@@ -312,16 +313,9 @@ def _outputs(output: Any) -> list[tuple[str, Tensor]]:
 
 
 def _leaves(value: Any, name: str) -> list[tuple[str, Tensor]]:
-    """(name, tensor) for all tensors in a value, in the order of `headprune.inputs.tensors`."""
-    if isinstance(value, Tensor):
-        return [(name, value)]
-    if isinstance(value, Mapping):
-        parts = [(str(k) if name in ("input", "output") else f"{name}_{k}", v) for k, v in value.items()]
-    elif isinstance(value, tuple | list):
-        parts = [(f"{name}_{i}", v) for i, v in enumerate(value)]
-    else:
-        return []
-    return [leaf for key, part in parts for leaf in _leaves(part, key)]
+    """(name, tensor) for all tensors in a value, in the order of `headprune.inputs.tensors`; those in a mapping have their keys' names."""
+    first = () if isinstance(value, Mapping) else (name,)
+    return [("_".join(map(str, (*first, *path))), t) for path, t in by_path(value).items()]
 
 
 def prove(session: Session, graph: Graph, function: FlatModel, rounded: FlatModel) -> dict[str, Any]:

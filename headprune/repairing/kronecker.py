@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from headprune.attention import Heads
+from headprune.batches import is_out_of_memory
 from headprune.divergence import Divergence, logits_of, real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import doubled, model_device, tensors
-from headprune.memory import is_out_of_memory
 from headprune.offload import is_offloaded
 from headprune.parallel import current
 from headprune.repairing.calibration import Calibration, folds_of

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
-from headprune.batches import cost_of, find_rows, nonempty
+from headprune.batches import cost_of, find_rows, is_out_of_memory, nonempty
 from headprune.divergence import part_of, real_tokens
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
-from headprune.memory import is_out_of_memory
 from headprune.parallel import current
 from headprune.repairing.examples import Mixed, mixed_texts, probe_of
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at

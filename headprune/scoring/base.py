@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import Layers
-from headprune.batches import Rows, cost_of
+from headprune.batches import Rows, cost_of, is_out_of_memory
 from headprune.errors import HeadPruneError, first_line, registered
 from headprune.inputs import too_long
-from headprune.memory import is_out_of_memory
 from headprune.plans import heads_to_keep, keep_of
 from headprune.running import Progress
 from headprune.store import Store

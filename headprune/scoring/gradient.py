@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headprune.batches import halving, is_out_of_memory
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, gated
 from headprune.inputs import doubled, gathered, model_device
-from headprune.memory import halving, is_out_of_memory
 from headprune.running import checkpointed, frozen
 from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, method
 

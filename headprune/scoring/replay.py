@@ -14,26 +14,65 @@ they differ, `DisagreementError` makes `headprune.score` start again with plain 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from headprune.batches import free_memory, halving
 from headprune.gates import Fill, RowsError, gated
-from headprune.inputs import model_device
-from headprune.memory import free_memory, halving
+from headprune.inputs import model_device, tensors
 from headprune.parallel import current
-from headprune.scoring import calls
+from headprune.running import wrapped
 from headprune.scoring.base import NotFiniteError, Problem
-from headprune.scoring.calls import Call, Start
 from headprune.scoring.gradient import gate_shapes
 
 _TRIED_ROWS = 2  # examples on which every layer's replay is compared with a plain forward pass
 _TRIED_LAYERS = 8  # layers compared on the first batch, evenly spread
 # Rows times tokens beyond which a larger batch no longer fits a CPU's cache; on a GPU only memory limits it.
 _CPU_TOKENS = 2048
+
+
+Key = tuple[str, int]
+"""(module name, how many calls of it came before)."""
+Start = dict[Key, "KeptOutput"]
+"""The calls that a replay skips, and the layout of their outputs."""
+
+
+@dataclass
+class Call:
+    """One call of a module.
+
+    Attributes:
+        entered, left: Times of entry and return, on a clock that counts events of the forward pass.
+        writes: Whether it modifies its arguments in place; a replay must not skip such a call.
+    """
+
+    module: str
+    number: int
+    entered: int
+    left: int = 0
+    output: Any = None
+    writes: bool = False
+
+
+@dataclass(frozen=True)
+class KeptOutput:
+    """The batch dimensions of one call's output.
+
+    Attributes:
+        dims: The batch dimension of every tensor; None if it has none.
+        bytes_per_row: Size of the output for one example.
+    """
+
+    dims: tuple[int | None, ...]
+    bytes_per_row: int
 
 
 class DisagreementError(Exception):
@@ -51,7 +90,6 @@ class Replay:
         counts: Number of calls of each module in a forward pass.
         bytes_per_row: Size of one example's part of the largest output.
         recordings: Number of batches recorded so far.
-        tokens: Modules that need to compute only one token (`calls.read_tokens`).
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -62,7 +100,6 @@ class Replay:
         self.starts: dict[str, Start] = {}
         self.counts: Mapping[str, int] = {}
         self.bytes_per_row = self.recordings = 0
-        self.tokens: dict[str, int] = {}
         if problem.replays:
             self._study()
         else:
@@ -95,16 +132,16 @@ class Replay:
         rows, take = min(size, _TRIED_ROWS), self.problem.rows.take
         few = take(batch, range(rows))
         try:
-            two, gates = calls.observe(self.problem, take(few, [0, 1 % size]))
-            three, _ = calls.observe(self.problem, take(few, [0, 1 % size, 0]))
+            two, gates = observe(self.problem, take(few, [0, 1 % size]))
+            three, _ = observe(self.problem, take(few, [0, 1 % size, 0]))
             if not self.problem.rows.lead(few, partial(gate_shapes, self.problem)):
                 raise RowsError("Rows at the output projections are not the examples', one after another.")
-            starts = {name: start for name, start in calls.starts_of(gates, two, three).items() if start}
+            starts = {name: start for name, start in starts_of(gates, two, three).items() if start}
         except Exception as error:  # a model that takes only one batch size, for instance
             self.notes.append(f"every head by a plain forward ({type(error).__name__} while replaying was tried)")
             return
         self.stacks, self.counts = True, Counter(call.module for call in two)
-        self.bytes_per_row = max(sum(t.nbytes for t in calls.tensors_in(call.output) or ()) for call in two) // 2
+        self.bytes_per_row = max(sum(t.nbytes for t in tensors_in(call.output) or ()) for call in two) // 2
         dense = Recording(self, few, rows, starts)
         for layer in sorted(self.problem.layers, key=lambda a: gates.get(a.name, 0)):
             candidates = (starts[layer.name], {}) if layer.name in starts else ({},)
@@ -114,26 +151,6 @@ class Replay:
             if not good:
                 how = "plain forwards" if good is None else "whole forwards of stacked heads"
                 self.notes.append(f"{layer.name} by {how}: a replay from there did not give the same losses")
-        if self.starts:
-            self.tokens = self._read_tokens(two, dense)
-
-    def _read_tokens(self, two: Sequence[Call], few: Recording) -> dict[str, int]:
-        """The modules of the last two blocks that need to compute only one token."""
-        first = list(self.starts)[-2:][0]
-        few.starts = self.starts
-        few.record(first)
-        running: list[Call] = []  # the calls that a replay runs, of modules that are called once
-        until = 0
-        for call in two:
-            if call.entered < until:
-                continue  # inside a call that is excluded
-            if (call.module, call.number) in self.starts[first] or self.counts[call.module] > 1:
-                until = call.left
-            else:
-                running.append(call)
-        model, hooked = self.problem.model, [a.mask_point.module for a in self.problem.layers if a.mask_point]
-        same = partial(_close, model)
-        return calls.read_tokens(model, running, lambda: few.run({}, first, 1)[0], same, hooked)
 
     def _agrees(self, name: str, start: Start, few: Recording) -> bool:
         """Whether a replay from ``start`` gives the losses of plain forward passes, for two of the layer's heads."""
@@ -221,24 +238,11 @@ class Recording:
     def stacked(self, gates: Mapping[str, Tensor], first: str) -> Tensor:
         """Losses ``[rows, examples]`` under gates ``{layer: [rows, heads]}``, replayed from layer ``first`` on."""
         rows = len(next(iter(gates.values())))
-        if self.replay.tokens:
-            try:
-                with calls.reading(self.problem.model, self.replay.tokens):
-                    losses = self.run(gates, first, rows)
-                if bool(losses.isfinite().all()):
-                    return losses
-            except NotFiniteError:  # from the model itself, or the loss does read another token
-                pass
-            self.replay.tokens = {}
-        return self.run(gates, first, rows)
-
-    def run(self, gates: Mapping[str, Tensor], first: str, rows: int) -> Tensor:
-        """As `stacked`, without `calls.reading`: modules compute all tokens."""
         each = {k: g.repeat_interleave(self.size, 0) for k, g in gates.items()}
         batch = self.problem.rows.take(self.batch, list(range(self.size)) * rows)
         model, layers = self.problem.model, self.problem.layers
         try:
-            with gated(model, layers, each, self.fill), calls.answering(model, self.starts[first], self._kept, rows):
+            with gated(model, layers, each, self.fill), answering(model, self.starts[first], self._kept, rows):
                 return self.problem.losses(batch).cpu().double().view(rows, self.size)
         except NotFiniteError as error:  # its row is one of the stack, not of the batch
             raise NotFiniteError(self.problem, self.batch, error.row % self.size, error.value) from None
@@ -256,10 +260,10 @@ class Recording:
                 break
             wanted.update(new)
             self.window.add(name)
-        with calls.keeping(self.problem.model, wanted, self._kept) as counts:
+        with keeping(self.problem.model, wanted, self._kept) as counts:
             dense = self.problem.losses(self.batch).cpu().double()
         # Do not stack if this batch takes another path through the model than the tested one.
-        self._stacks &= all(count == self.replay.counts.get(name) for name, count in counts.items())
+        self._stacks &= all(number == self.replay.counts.get(name) for name, number in counts.items())
         return dense
 
 
@@ -269,13 +273,13 @@ def _free_memory(model: nn.Module) -> int:
     return ranks.first("memory", lambda: free_memory(device) // (1 if device.type == "cuda" else ranks.local_size))
 
 
-def _close(model: nn.Module, replayed: Tensor, plain: Tensor, dense: Tensor | None = None) -> bool:
+def _close(model: nn.Module, replayed: Tensor, plain: Tensor, dense: Tensor) -> bool:
     """Whether losses are equal up to rounding, or up to a small part of the change that the gates cause in the dense losses."""
     # Even a small loss or divergence is a difference of logarithms about as large as logits.
     scale = plain.abs().max().clamp(min=0.1)
     limits = {torch.bfloat16: (4e-3, 2e-2), torch.float16: (5e-4, 3e-3)}
     rounding, most = max((limits.get(p.dtype, (5e-6, 1e-5)) for p in model.parameters()), default=(5e-6, 1e-5))
-    changed = 0.0 * scale if dense is None else 0.1 * (plain - dense).abs().max()
+    changed = 0.1 * (plain - dense).abs().max()
     return bool((replayed - plain).abs().max() <= torch.maximum(rounding * scale, torch.minimum(most * scale, changed)))
 
 
@@ -283,3 +287,114 @@ def _tokens(batch: Any) -> int:
     """Tokens per example: exact for text, a guess for other inputs."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 2 else 16
+
+
+# -- the module calls of a forward pass, which a replay skips or runs -----------------------------------
+
+
+def observe(problem: Problem, batch: Any) -> tuple[list[Call], dict[str, int]]:
+    """The module calls of one dense forward pass, by time of entry, and the time at which each layer's gate is first reached."""
+    clock, counts = count(1), Counter[str]()
+    calls: list[Call] = []
+    gates: dict[str, int] = {}
+
+    def pass_gates(name: str, concatenates: bool) -> None:
+        for layer in problem.layers:
+            at = layer.mask_point
+            if at is not None and at.module == name and layer.concatenates == concatenates:
+                gates.setdefault(layer.name, next(clock))
+
+    def around(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        call = Call(name, counts[name], next(clock))
+        counts[name] += 1
+        calls.append(call)
+        pass_gates(name, concatenates=False)
+        given = tensors((args, kwargs))
+        before = [t._version for t in given]
+        call.output = original(*args, **kwargs)
+        call.writes = before != [t._version for t in given]
+        pass_gates(name, concatenates=True)
+        call.left = next(clock)
+        return call.output
+
+    with wrapped(dict(problem.model.named_modules()), around):
+        problem.losses(batch)
+    return calls, gates
+
+
+def starts_of(gates: Mapping[str, int], two: Sequence[Call], three: Sequence[Call]) -> dict[str, Start]:
+    """For every layer, the outermost skippable calls that return before its gate; ``two``, ``three``: the calls with 2 and 3 examples."""
+    twins = {(call.module, call.number): call for call in three}
+    outputs = {(c.module, c.number): _kept_output(c, twins.pop((c.module, c.number), None)) for c in two}
+    # If one output of a module cannot be kept, all its calls run, so that call numbers stay right.
+    running = {name for (name, _), output in outputs.items() if output is None} | {name for name, _ in twins}
+    starts: dict[str, Start] = {}
+    for layer, gate in gates.items():
+        start, until = starts.setdefault(layer, {}), 0
+        for call in two:
+            output = outputs[call.module, call.number]
+            if until < call.entered and call.left < gate and call.module not in running and output is not None:
+                start[call.module, call.number] = output
+                until = call.left  # skips the calls inside it
+    return starts
+
+
+def _kept_output(call: Call, twin: Call | None) -> KeptOutput | None:
+    """An output's batch dimensions, from the same call with 2 and with 3 examples; None if it cannot be kept."""
+    a, b = (tensors_in(each.output) if each else None for each in (call, twin))
+    if a is None or b is None or len(a) != len(b) or call.writes:
+        return None
+    dims: list[int | None] = []
+    for x, y in zip(a, b, strict=True):
+        differing = [d for d, (m, n) in enumerate(zip(x.shape, y.shape, strict=False)) if m != n]
+        if x.ndim != y.ndim or len(differing) > 1 or any(3 * x.shape[d] != 2 * y.shape[d] for d in differing):
+            return None
+        dims.append(differing[0] if differing else None)
+    own = sum(t.nbytes for t, d in zip(a, dims, strict=True) if d is not None)
+    return KeptOutput(tuple(dims), own // 2)
+
+
+@contextmanager
+def keeping(model: nn.Module, wanted: Start, kept: dict[Key, Any]) -> Iterator[Counter[str]]:
+    """Store the outputs of the wanted calls in ``kept``; yields a counter of calls per module."""
+    counts: Counter[str] = Counter()
+
+    def around(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        key = (name, counts[name])
+        counts[name] += 1
+        output = original(*args, **kwargs)
+        if key in wanted:
+            kept[key] = tree_map_only(Tensor, Tensor.clone, output)  # a copy: later modules may modify it in place
+        return output
+
+    with wrapped({name: model.get_submodule(name) for name, _ in wanted}, around):
+        yield counts
+
+
+@contextmanager
+def answering(model: nn.Module, skipped: Start, kept: Mapping[Key, Any], rows: int) -> Iterator[None]:
+    """Make the skipped calls return their kept outputs, repeated for every row of gates, instead of running."""
+
+    left = {name: iter(sorted(key for key in skipped if key[0] == name)) for name, _ in skipped}
+
+    def around(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if (key := next(left[name], None)) is None:
+            return original(*args, **kwargs)
+        dims = iter(skipped[key].dims)
+
+        def repeated(t: Tensor) -> Tensor:
+            dim = next(dims)
+            # Always a copy: the next module may modify it in place.
+            return t.clone() if dim is None else torch.cat([t] * rows, dim)
+
+        return tree_map_only(Tensor, repeated, kept[key])
+
+    with wrapped({name: model.get_submodule(name) for name in left}, around):
+        yield
+
+
+def tensors_in(value: Any) -> list[Tensor] | None:
+    """The tensors of an output; None if it holds anything but tensors and plain values, such as a cache."""
+    leaves = tree_leaves(value)
+    plain = all(leaf is None or isinstance(leaf, Tensor | bool | int | float | str) for leaf in leaves)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)] if plain else None

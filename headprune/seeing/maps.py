@@ -22,11 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from headprune.arguments import layers_for
 from headprune.attention import AttentionLayer, Layers
-from headprune.batches import Rows, find_rows
+from headprune.batches import Rows, find_rows, is_out_of_memory
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, module_of
 from headprune.inputs import Example, call, does_not_run, model_device, move, tensors, usable, widened
-from headprune.memory import is_out_of_memory
 from headprune.running import exact_attention, quiet, uncompiled
 
 _MOST = 2**23  # weights to compute at once

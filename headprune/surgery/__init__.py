@@ -21,10 +21,9 @@ from headprune.offload import replace_inference_placeholders
 from headprune.plans import PruningPlan
 from headprune.pruned import add_record, record_of, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
-from headprune.surgery.cutter import cut
 from headprune.surgery.evidence import inputs_for
 from headprune.surgery.proof import Proof, answers, failing_layers, prove
-from headprune.surgery.removal import Removal, check_present, left_as_ghosts
+from headprune.surgery.removal import Removal, check_present, cut, left_as_ghosts
 from headprune.trace import example_for
 
 __all__ = ["Proof", "Removal", "answers", "mask", "prune", "remove"]

@@ -16,9 +16,8 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
 from headprune.inputs import Example, call, does_not_run, model_device, seeded, tensors, widened
 from headprune.running import attributes_kept, exact_attention
-from headprune.surgery.cutter import cut, snapshot
 from headprune.surgery.evidence import Bounds, Prompt, Seen, differing, gap, largest, watching
-from headprune.surgery.removal import Removal, left_as_ghosts, ways
+from headprune.surgery.removal import Removal, cut, left_as_ghosts, snapshot, ways
 
 _SAME = "the same changes were tried before"  # by another removal
 

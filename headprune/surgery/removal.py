@@ -1,18 +1,30 @@
-"""A removal of heads, the ways in which it may have to change modules, and the integers by which these count heads."""
+"""A removal of heads: the ways in which it may have to change modules, and the cut itself, which can be undone.
+
+The old tensors are kept until the cut is proved, so the model is not copied.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import product
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer, Heads, Layers
+from headprune.attention import AttentionLayer, HeadFeatures, Heads, Layers
 from headprune.errors import HeadPruneError
-from headprune.offload import is_elsewhere
+from headprune.inputs import model_device
+from headprune.offload import hook_of, is_elsewhere, put, value_of, with_numbers
+from headprune.pruned import MultiheadAttention, hooks, is_ours
+from headprune.pruned.hooks import Features, surviving
+from headprune.pruned.modules import ConfigView, OnlyBias, emptied
+from headprune.pruned.structure import Edited, hold, holder_of, replace_by_stand_in, set_module
+from headprune.running import restorer
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,223 @@ def check_present(model: nn.Module, layer: AttentionLayer) -> None:
 def left_as_ghosts(layers: Layers, drop: Heads) -> tuple[str, ...]:
     """Layers that lose all heads, but keep one with zero output."""
     return tuple(a.name for a in layers if a.bypass == "ghost" and len(drop[a.name]) == a.num_heads)
+
+
+# -- the cut ---------------------------------------------------------------------------------------------
+
+
+def _of_all(earlier: Any, layer: AttentionLayer, kept: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """How many heads a layer had before its first prune, and which stay; ``earlier``: the last prune's data, if any."""
+    if earlier is None:
+        return layer.num_heads, tuple(kept)
+    return earlier.num_heads, tuple(earlier.kept[h] for h in kept)
+
+
+def snapshot(model: nn.Module) -> Callable[[], None]:
+    """A function that restores what a model's modules hold now: attributes, tensors, hooks and submodules."""
+    modules = [*model.modules()]
+    own = [vars(module) for module in modules]
+    parts = [part for each in own for part in each.values() if type(part) in (dict, OrderedDict, set)]
+    elsewhere = [vars(hook) for hook in map(hook_of, modules) if hook is not None]
+    return restorer([*own, *parts, *elsewhere])
+
+
+def cut(model: nn.Module, removal: Removal) -> tuple[str, ...]:
+    """Remove the heads of one `Removal`; returns what was set, to tell whether two ways of removal are the same."""
+    cutter = _Cutter()
+    for layer in removal.layers:
+        cutter.cut_layer(model, layer, removal)
+    return tuple(cutter.changes)
+
+
+class _Cutter:
+    """Removes the heads of one `Removal`, layer by layer.
+
+    Attributes:
+        changes: The attributes and hooks that were set, as texts.
+    """
+
+    def __init__(self) -> None:
+        # Shared tensors stay shared. A cut tensor is kept beside its slice: while it lives, no other one has its id.
+        self._slices: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        self.changes: list[str] = []
+
+    def cut_layer(self, model: nn.Module, layer: AttentionLayer, removal: Removal) -> None:
+        """Remove the heads of one layer."""
+        dropped = set(removal.drop[layer.name])
+        attention = replace_by_stand_in(model, layer.module)
+        kept = [h for h in range(layer.num_heads) if h not in dropped]
+        ghost = not kept and layer.bypass == "ghost"
+        if not kept and layer.bypass == "stub":
+            _replace_by_bias(model, layer)
+            return
+        if ghost:
+            kept = list(layer.units[0])
+        for part in layer.projections:
+            self._slice(model.get_submodule(part.module), surviving(part.features, kept), output=True)
+        for part in layer.selections:
+            self._select(model.get_submodule(part.module), surviving(part.features, kept))
+        shares_bias = hooks.SharedPositionBias.needed_by(attention)
+        for table in () if shares_bias else layer.tables:
+            owner, _, name = table.name.rpartition(".")
+            self._slice_table(model.get_submodule(owner), name, surviving(table.indices, kept), table.dim)
+        self._cut_output(model, layer, kept, ghost)
+        if is_ours(attention, MultiheadAttention):
+            known: Any = attention.kept_heads or list(range(layer.num_heads))
+            self._set(attention, "kept_heads", [known[h] for h in kept])
+            key = next(part for part in layer.projections if part.module.endswith("k_proj"))
+            for name in ("bias_k", "bias_v"):
+                self._slice_tensor(attention, name, surviving(key.features, kept), dim=2)
+        self._correct_counts(model, layer, removal, kept)
+        if removal.narrow:
+            narrow = hooks.Narrowing.of(attention)
+            width = narrow.width if narrow else layer.num_heads * layer.head_dim
+            self._attach(attention, hooks.Narrowing(width, len(kept) * layer.head_dim))
+        if shares_bias:
+            bias = hooks.SharedPositionBias.of(attention)
+            self._attach(attention, hooks.SharedPositionBias(*_of_all(bias, layer, kept)))
+        elif arguments := tuple(a for a in layer.arguments if a.features or removal.cut_arguments):
+            earlier = hooks.HeadArguments.of(attention)
+            arguments = earlier.arguments if earlier else arguments
+            self._attach(attention, hooks.HeadArguments(arguments, *_of_all(earlier, layer, kept)))
+
+    def _cut_output(self, model: nn.Module, layer: AttentionLayer, kept: Sequence[int], ghost: bool) -> None:
+        """Remove heads' columns from W_O; a module without W_O places its heads' output instead."""
+        place = layer.output_projection
+        assert place is not None
+        output, left = model.get_submodule(place.module), surviving(place.features, kept)
+        if layer.concatenates:
+            self._place(output, place, [] if ghost else kept, kept)
+            return
+        if layer.mixer and layer.gate:
+            mixer = model.get_submodule(layer.mixer)
+            self._place(mixer, layer.gate, kept, kept, before=True)
+            self._select(mixer, left)
+        self._slice(output, left, output=False, zero=ghost)
+
+    def _correct_counts(self, model: nn.Module, layer: AttentionLayer, removal: Removal, kept: Sequence[int]) -> None:
+        """Correct the numbers of heads in modules' attributes or configs, and clear what they cached for all heads."""
+        left = len(kept), groups_left(layer, kept)
+        for name in (*layer.inner_modules, *(layer.side_modules if removal.side_modules else ())):
+            module = model.get_submodule(name)
+            changes = partial(count_changes, layer=layer, left=left, removal=removal, beside=name != layer.module)
+            for attribute, new in changes(vars(module)).items():
+                self._set(module, attribute, new)
+            if removal.own_config:
+                self._set_config(module, changes)
+            for attribute, cache in list(vars(module).items()):
+                if type(cache) is dict and attribute[0] != "_" and any(isinstance(v, Tensor) for v in cache.values()):
+                    self._set(module, attribute, {})
+
+    # -- tensors ------------------------------------------------------------------------------------
+
+    def _slice(self, module: nn.Module, features: Features, *, output: bool, zero: bool = False) -> None:
+        """Keep some input or output features of a linear module; with ``zero``, their weights become 0."""
+        # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
+        dim = 0 if output == isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else 1
+        size = self._slice_tensor(module, "weight", features, dim, zero)
+        if output:
+            self._slice_tensor(module, "bias", features, 0)
+        for name in ("out_features", "out_channels", "nf") if output else ("in_features", "in_channels", "nx"):
+            if hasattr(module, name):
+                self._set(module, name, size)
+
+    def _slice_table(self, module: nn.Module, name: str, features: Features, dim: int) -> None:
+        """Keep some entries of a parameter or buffer, and correct its module's counts of them."""
+        size = self._slice_tensor(module, name, features, dim)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and name == "weight":
+            for statistic in ("running_mean", "running_var"):  # not differentiable, so never traced
+                self._slice_tensor(module, statistic, features, dim)
+            self._set(module, "num_features", size)
+        elif isinstance(module, nn.modules.conv._ConvNd) and name == "weight" and dim == 0:
+            if module.groups > 1:  # filters for some features, such as each head's: whole groups go
+                self._set(module, "groups", module.groups * size // module.out_channels)
+                self._set(module, "in_channels", module.in_channels * size // module.out_channels)
+            self._set(module, "out_channels", size)
+
+    def _slice_tensor(self, module: nn.Module, name: str, features: Features, dim: int, zero: bool = False) -> int:
+        """Keep some entries (as zeros with ``zero``) of a parameter or buffer, if there is one; returns how many."""
+        old = holder_of(module, name).get(name)
+        if old is None:
+            return 0
+        index = features.index(old.shape[dim], torch.device("cpu"))
+
+        def part(whole: Tensor) -> Tensor:
+            left = whole.index_select(dim, index.to(whole.device))
+            return torch.zeros_like(left) if zero else left
+
+        if is_elsewhere(module, name):  # it is loaded, cut and stored again
+            put(module, name, part(value_of(module, name)))
+        else:
+            key = (id(old), dim, tuple(index.tolist()), zero)
+            if key not in self._slices:
+                new = part(old.detach())
+                self._slices[key] = old, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            hold(module, name, self._slices[key][1])
+        Edited.add(module, tensors=(name,))
+        return len(index)
+
+    # -- attributes ---------------------------------------------------------------------------------
+
+    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Set a plain attribute."""
+        own = value.own if is_ours(value, ConfigView) else value
+        self.changes.append(f"{id(module)} {name} {own if isinstance(own, int | dict | tuple | list) else type(own)}")
+        vars(module)[name] = value
+        if isinstance(value, int | list):
+            Edited.add(module, numbers=(name,))
+
+    def _set_config(self, module: nn.Module, count_changes: Callable[[dict[str, Any]], dict[str, int]]) -> None:
+        """Give a module a view of its config with its own counts of heads, where it has a config."""
+        for attribute, value in list(vars(module).items()):
+            if hasattr(value, "to_dict") and not isinstance(value, nn.Module):
+                original, own = (value.original, value.own) if is_ours(value, ConfigView) else (value, {})
+                if changes := count_changes({**vars(original), **own}):
+                    self._set(module, attribute, ConfigView(original, {**own, **changes}))
+
+    # -- hooks; the heads of a second prune are numbered within what the first one kept --------------------
+
+    def _attach(self, module: nn.Module, data: hooks.HookData) -> None:
+        """Give a module data and the hooks that read it."""
+        data.attach(module)
+        self.changes.append(f"{id(module)} {data.name}")
+
+    def _select(self, module: nn.Module, features: Features) -> None:
+        """Pass on only some features of a module's output."""
+        earlier = hooks.Selection.of(module)
+        self._attach(module, hooks.Selection((*(earlier.stages if earlier else ()), features)))
+
+    def _place(
+        self, module: nn.Module, part: HeadFeatures, stay: Sequence[int], kept: Sequence[int], *, before: bool = False
+    ) -> None:
+        """Put the kept heads' output where it was among all heads, with zeros elsewhere.
+
+        In the output of a module that returns its heads side by side; in the input (``before``) of a norm over all heads.
+        """
+        earlier = hooks.Placement.of(module)
+        computed = sorted(f for h in kept for f in part.features[h])
+        target = sorted(f for h in stay for f in part.features[h])
+        # The trace before a second prune saw the output that the first one placed, with the same features.
+        width = earlier.width if earlier else sum(map(len, part.features))
+        self._attach(module, hooks.Placement(width, tuple(computed.index(f) for f in target), tuple(target), before))
+
+
+def _replace_by_bias(model: nn.Module, layer: AttentionLayer) -> None:
+    """Replace the whole attention module by W_O's bias."""
+    assert layer.output_projection is not None
+    attention, name = model.get_submodule(layer.module), layer.output_projection.module
+    output: Any = model.get_submodule(name)
+    bias: Tensor | None = getattr(output, "bias", None)
+    if bias is not None and is_elsewhere(output, "bias"):  # so small that it stays on the model's device
+        trained, bias = bias.requires_grad, value_of(output, "bias").to(model_device(model))
+        bias.requires_grad_(trained)
+    only_bias = OnlyBias.of(output, bias)
+    if layer.output_inside:
+        stub = emptied(attention, only_bias.width, bias, layer.output_arity)
+    else:
+        stub = emptied(attention, 0, None, layer.output_arity)
+        set_module(model, name, with_numbers(only_bias))
+    set_module(model, layer.module, with_numbers(stub))
 
 
 # -- how many heads stay, and the integers that say so -----------------------------------------------

@@ -15,8 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from headprune.app.options import DataOptions, Options
-from headprune.app.workflow import open_scene
-from headprune.cli.app import RETIRED as RETIRED
+from headprune.app.workflow.scene import open_scene
 from headprune.cli.app import app
 
 ROOT = Path(__file__).parents[2]

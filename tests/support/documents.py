@@ -45,7 +45,6 @@ RUN: dict[str, Any] = {
     "when": "today",
     "seconds": [1.0, 2.0],
     "options": {"model": "m", "seed": 0, "data": {"dataset": "d"}},
-    "methods": ["ablation"],
     "environment": ENVIRONMENT,
     "parts": PARTS,
     "columns": {"text": "text"},
@@ -184,7 +183,7 @@ def _profile(role: str, clarity: float) -> dict[str, Any]:
 
 
 HEADS: dict[str, Any] = {
-    "examples": 3, "tokens": 30, "repeated": 0, "unit": "tokens", "seconds": 0.1,
+    "examples": 3, "tokens": 30, "repeated": 0, "unit": "tokens",
     "layers": [{
         "name": LAYER.name, "index": 0, "kind": "encoder", "unseen": "",
         "heads": [_profile("next token", 0.6), _profile("broad", 0.96), _profile("next token", 0.9), _profile("mixed", 0.1)],

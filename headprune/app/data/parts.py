@@ -41,6 +41,8 @@ class Part:
         inputs: A hash of every example's input, to keep parts disjoint.
         shortened: How many examples were truncated to the length that the model accepts, or that the user set.
         left_out: How many rows could not be used, by reason.
+        columns: The dataset's columns, by what they hold.
+        row: Returns the dataset's row of an example, by the example's index.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Part:
     inputs: tuple[str, ...] = ()
     shortened: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    row: Callable[[int], Any] = lambda _: None
 
     def __len__(self) -> int:
         return len(self.features)
@@ -347,7 +351,10 @@ def _encode(
         for feature in features:
             feature.pop("labels", None)
     size = encoder.options.batch_size
-    part = Part(name, split, kept, examples, encoder.collate, size, tuple(inputs), shortened, dict(left_out))
+    part = Part(
+        name, split, kept, examples, encoder.collate, size, tuple(inputs), shortened, dict(left_out), dict(encoder.columns),
+        lambda example: data[kept[example]],
+    )  # fmt: skip
     if not kept:
         cut = f" {encoder.cut_note}." if encoder.cut else ""
         raise HeadPruneError(

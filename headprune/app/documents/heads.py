@@ -1,9 +1,9 @@
-"""The document heads.json: what each head of the dense model does."""
+"""The document heads.json: what each head of the dense model does; and its heads by name and by role."""
 
 from __future__ import annotations
 
 import base64
-import math
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headprune.documents import Count, File
+from headprune.errors import HeadPruneError
 from headprune.seeing import HeadProfile
 
 
@@ -85,10 +86,6 @@ class SampleLayer:
         data = np.frombuffer(base64.b64decode(self.weights), np.uint8).reshape(self.shape)
         return np.multiply(data, self.scale / 255, dtype=np.float32)
 
-    def __post_init__(self) -> None:
-        if len(base64.b64decode(self.weights)) != math.prod(self.shape):
-            raise ValueError("weights do not have the shape that is given")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -98,26 +95,15 @@ class Sample:
         title: The beginning of the text; "" for other inputs.
         positions: The positions of each sequence, by a name such as ``"input"``, or ``"source"`` and ``"target"``.
         layers: The layers whose weights could be read.
-        shortened: Whether the example was truncated for display.
     """
 
     title: str
     positions: dict[str, Positions]
     layers: tuple[SampleLayer, ...]
-    shortened: bool = False
 
     def layer(self, index: int) -> SampleLayer | None:
         """The layer with this index; None if its weights could not be read."""
         return next((layer for layer in self.layers if layer.layer == index), None)
-
-    def __post_init__(self) -> None:
-        for layer in self.layers:
-            for name in (layer.queries, layer.keys):
-                if name not in self.positions:
-                    raise ValueError(f"layer {layer.layer} has no positions {name!r:.60}")
-            held = len(self.positions[layer.queries].labels) if layer.rows is None else len(layer.rows)
-            if layer.shape[1:] != (held, len(self.positions[layer.keys].labels)):
-                raise ValueError(f"layer {layer.layer} does not have the shape of its positions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +114,6 @@ class Heads(File):
         examples, tokens: How many of each the profiles are computed from.
         repeated: Sequences of repeated random tokens from which induction and duplicate-token scores are computed; 0 for none.
         unit: The unit of distances: ``"tokens"`` or ``"patches"``.
-        seconds: The time that the profiles took.
     """
 
     kind: ClassVar[str] = "heads"
@@ -139,4 +124,36 @@ class Heads(File):
     unit: str
     layers: tuple[LayerProfile, ...]
     samples: tuple[Sample, ...]
-    seconds: float = 0.0
+
+
+def head_named(heads: Heads, text: str) -> tuple[LayerProfile, int]:
+    """The layer and the number of a head such as ``L3.H7``.
+
+    Raises:
+        HeadPruneError: There is no such head, or its attention weights could not be read.
+    """
+    match = re.fullmatch(r"L(\d+)\.H(\d+)", text.strip(), re.IGNORECASE)
+    layer = next((a for a in heads.layers if match and a.index == int(match[1])), None)
+    if match is None or layer is None:
+        there = ", ".join(f"L{a.index}" for a in heads.layers)
+        raise HeadPruneError(f"{text!r} is no head of this model.", f"Write it as L3.H7; the layers are {there}.")
+    if layer.unseen:
+        raise HeadPruneError(f"{text}: {layer.unseen}", "Choose another layer.")
+    number, count = int(match[2]), len(layer.heads)
+    if number >= count:
+        raise HeadPruneError(f"Layer L{layer.index} has no head {number}.", f"It has {count}: 0 to {count - 1}.")
+    return layer, number
+
+
+def by_role(heads: Heads) -> list[tuple[str, list[tuple[str, int]], str]]:
+    """The roles, most frequent first, each with its heads (layer name, number) and the clearest of them, in words."""
+    members: dict[str, list[tuple[LayerProfile, int]]] = {}
+    for layer in heads.layers:
+        for h, profile in enumerate(layer.heads):
+            members.setdefault(profile.role, []).append((layer, h))
+    roles = []
+    for role, of_role in sorted(members.items(), key=lambda item: -len(item[1])):
+        layer, h = max(of_role, key=lambda head: head[0].heads[head[1]].clarity)
+        addresses = [(layer.name, h) for layer, h in of_role]
+        roles.append((role, addresses, f"L{layer.index}.H{h}: {layer.heads[h].because}"))
+    return roles

@@ -9,7 +9,7 @@ from typing import ClassVar
 from headprune.app.documents.run import Environment, Examples, Measured, Training
 from headprune.app.documents.values import ValueTable
 from headprune.app.options import FinetuneOptions
-from headprune.budgets import Budget, Fit, Reading, kind_named
+from headprune.budgets import Budget, Reading, budget_of
 from headprune.documents import Beside, Count, File
 from headprune.evaluation import Change
 from headprune.latency import GenerationRow, LatencyRow
@@ -43,7 +43,6 @@ class Planning:
 
     Attributes:
         plan: The file of the user's plan; the other fields are then not set.
-        about: What the strategy does.
         protect: Heads that had to stay, as the user wrote them.
         work: What each order cost to make, by its name.
         judged_by: The quantity that orders were compared by; "" for a single order.
@@ -51,7 +50,6 @@ class Planning:
 
     plan: str | None = None
     strategy: str = ""
-    about: str = ""
     protect: str = ""
     min_heads_per_layer: Count = 0
     effort: Effort | None = None
@@ -65,48 +63,21 @@ class BudgetRecord:
     """A budget, and the pruned model's measured value.
 
     Attributes:
-        asked: As the user wrote it.
-        kind: Its name in `headprune.budgets.BUDGETS`; None, like the fields below, for a number of heads and a user's plan.
-        limit: The most that is allowed: a share of the dense model's, if ``relative``, else in ``unit``.
-        measured: On the pruned model, with its 95 % interval (``low`` to ``high``).
+        asked: As the user wrote it, after its name in `headprune.budgets.BUDGETS`; or the file of a user's plan.
+        reading: Measured on the pruned model: a share of the dense model's, or in the budget's unit. None, like the fields below,
+            for a number of heads and a user's plan.
         batch, length: The input that was timed, for a latency; ``length`` in tokens, 0 where there are none.
     """
 
     asked: str
-    kind: str | None = None
-    limit: float | None = None
-    relative: bool | None = None
-    unit: str | None = None
-    measured: float | None = None
-    low: float | None = None
-    high: float | None = None
+    reading: Reading | None = None
     batch: Count | None = None
     length: Count | None = None
-
-    @classmethod
-    def of(cls, fit: Fit, batch: int | None = None, length: int | None = None) -> BudgetRecord:
-        """The record of a plan's budget and its measured value."""
-        budget, reading = fit.budget, fit.reading
-        if budget is None or reading is None:
-            return cls(asked=fit.plan.budget)
-        return cls(
-            asked=str(budget), kind=budget.kind, limit=budget.amount, relative=budget.relative, unit=budget.amount_unit,
-            measured=reading.value, low=reading.low, high=reading.high, batch=batch, length=length,
-        )  # fmt: skip
 
     @property
     def parsed(self) -> Budget | None:
         """The `Budget` itself; None where only heads were counted."""
-        if self.kind is None or self.limit is None:
-            return None
-        return kind_named(self.kind)(self.asked.partition(" ")[2], self.limit, bool(self.relative))
-
-    @property
-    def reading(self) -> Reading | None:
-        """The measured value with its interval; None where only heads were counted."""
-        if self.measured is None or self.low is None or self.high is None:
-            return None
-        return Reading(self.measured, self.low, self.high)
+        return budget_of(self.asked) if self.reading else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +143,22 @@ class AlsoData:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChangedAnswer:
+    """Both models' texts for one example, with the run's metric on it alone.
+
+    Attributes:
+        row: The example's row in its split, from 0.
+    """
+
+    row: Count
+    reference: tuple[str, ...]
+    dense: str
+    pruned: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class BudgetResult:
     """A pruned model, and what was measured of it.
 
@@ -182,6 +169,8 @@ class BudgetResult:
         drop: The removed heads, by layer.
         pruned: Its metrics on the reporting part, measured on the saved and reloaded model.
         change: From the dense model, paired by example.
+        changes: The same for the other metrics that were asked for.
+        answers: The twenty answers in texts that changed most, the greatest change first; () where answers are no texts.
         random: The metric with as many heads kept at random, for each draw.
         over_random: The change from random heads (the mean of the draws) to the chosen ones, both repaired alike, paired by example.
         also: Its metrics on each dataset of `Metrics.also`.
@@ -204,6 +193,8 @@ class BudgetResult:
     drop: dict[str, tuple[Count, ...]]
     pruned: Measured
     change: Change
+    changes: tuple[Change, ...] = ()
+    answers: tuple[ChangedAnswer, ...] = ()
     random: tuple[float, ...]
     over_random: Change | None = None
     also: tuple[AlsoMeasured, ...] = ()
@@ -217,12 +208,6 @@ class BudgetResult:
     weights: Count | None = None
     dtype: str | None = None
     loads: str = ""
-
-    def __post_init__(self) -> None:
-        if any(len(set(heads)) < len(heads) for heads in self.drop.values()):
-            raise ValueError("a head is listed twice")
-        if self.kept > self.total:
-            raise ValueError("more heads are kept than there are")
 
     @property
     def runs_code(self) -> bool:
@@ -340,7 +325,8 @@ class Metrics(File):
 
     Attributes:
         environment: Where they were measured; scores may have been made elsewhere.
-        curve: The trade-off between heads and the metric.
+        curve: The trade-off between heads and ``curve_metric``.
+        curve_metric: ``metric``, unless that is of generated texts; "" in older files.
         time: The parts of the dense model's time, for each input of ``latency.rows``; () if they could not be measured.
         generation: Times of models that generate text; () for others.
         also: The second datasets.
@@ -350,6 +336,7 @@ class Metrics(File):
     kind: ClassVar[str] = "metrics"
 
     metric: str
+    curve_metric: str = ""
     environment: Environment | None = None
     planning: Planning = Planning()
     dense: Dense

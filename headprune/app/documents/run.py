@@ -197,7 +197,6 @@ class Run(File):
         when: The time of the first command, UTC.
         seconds: The time that each command took.
         options: The options in effect; code is never trusted because a file says so.
-        methods: The scoring methods.
         columns: The dataset's columns, by what they were used for.
         notes: What was guessed or left out on the way.
         folder: The run folder's path when it was written.
@@ -210,7 +209,6 @@ class Run(File):
     when: str
     seconds: tuple[float, ...]
     options: Annotated[Options, BeforeValidator(_without_trust)]
-    methods: tuple[str, ...]
     environment: Environment
     parts: Cut
     columns: dict[str, str]
@@ -256,7 +254,3 @@ class FinetuneRecord(File):
     training: Training
     models: dict[str, Measured]
     changes: dict[str, Change]
-
-    def __post_init__(self) -> None:
-        if {*self.models} != {"dense", "pruned", "finetuned"} or {*self.changes} != {"pruned", "finetuned", "gain"}:
-            raise ValueError("models or changes are not those of a fine-tuning")

@@ -15,6 +15,7 @@ from headprune.documents import Count
 from headprune.errors import HeadPruneError, first_line
 from headprune.evaluation import Change, Measurement, compare, interval
 from headprune.files import atomic_file
+from headprune.metrics import metric_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class ReportValues:
     Attributes:
         rows: ``[examples]``, row numbers in the split.
         inputs: ``[examples]``, hashes of the inputs.
-        models: By ``"dense"`` or the checkpoint's name; their metrics are not in the file.
+        models: By ``"dense"`` or the checkpoint's name; of their metrics only those that are no means are in the file.
     """
 
     rows: np.ndarray
@@ -106,14 +107,18 @@ class ReportValues:
         return here, [places[keys[i]] for i in here]
 
     def some(self, model: str, places: Sequence[int]) -> Measurement:
-        """A model's values on some of the examples, without metrics."""
+        """A model's values on some of the examples; metrics that are no means are known of all of them only."""
         m, at = self.models[model], np.asarray(places, dtype=int)
+        if np.array_equal(at, np.arange(len(m))):
+            return m
         return Measurement({}, m.loss[at], m.correct[at], m.tokens[at])
 
     def write(self, path: Path) -> None:
         arrays = {"rows": self.rows, "inputs": self.inputs, "tokens": next(iter(self.models.values())).tokens}
         for name, measurement in self.models.items():
             arrays |= {f"{name}/loss": measurement.loss, f"{name}/correct": measurement.correct}
+            for metric, known in measurement.jackknife.items():  # the value first
+                arrays[f"{name}/metric/{metric}"] = np.array([measurement.metrics[metric], *known.without])
         with atomic_file(path) as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
@@ -132,6 +137,11 @@ class ReportValues:
                 name: Measurement({}, arrays[f"{name}/loss"], arrays[f"{name}/correct"], arrays["tokens"])
                 for name in names
             }
+            for key in [key for key in arrays if "/metric/" in key]:
+                name, _, metric = key.partition("/metric/")
+                value, *without = arrays.pop(key).tolist()
+                models[name].metrics[metric] = value
+                models[name].jackknife[metric] = metric_named(metric).jackknife(np.array(without))
             if len({array.shape for array in arrays.values()}) > 1:
                 raise ValueError("its arrays have different shapes")
             return cls(arrays["rows"], arrays["inputs"], models)

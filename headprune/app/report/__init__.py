@@ -23,7 +23,7 @@ from headprune.app import pictures
 from headprune.app.documents import BudgetResult, FinetuneRecord, Metrics, Run
 from headprune.app.report import content, heads, measured, numbers, opening, page, verdict
 from headprune.app.report.content import Block, Documents, Figure, Section, Table, blocks_of, bullets, markdown
-from headprune.app.runs import PARTS, RunFolder
+from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError
 from headprune.files import write_file
 
@@ -68,9 +68,6 @@ def write(folder: RunFolder) -> None:
         raise HeadPruneError(f"{what} ({type(error).__name__}: {error}).", "Make the run again.") from error
     for name, file in files.items():
         write_file(folder.path / name, file)
-    for name in PARTS:  # a picture of an earlier report, which had more to show
-        if name.endswith(".png") and name not in files:
-            (folder.path / name).unlink(missing_ok=True)
 
 
 def _files(documents: Documents) -> dict[str, bytes]:

@@ -44,14 +44,6 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Strong:
-    """A text whose first words are bold."""
-
-    lead: str
-    text: str = ""
-
-
-@dataclass(frozen=True)
 class Table:
     """A table of texts; ``strong`` is the index of the row to highlight."""
 
@@ -78,7 +70,7 @@ class Markdown(str):
     """Text that is Markdown already, with special characters escaped."""
 
 
-Block = str | Markdown | Strong | Table | Figure
+Block = str | Markdown | Table | Figure
 
 
 @dataclass(frozen=True)
@@ -151,12 +143,10 @@ def block_of(block: Block) -> str:
             return block
         case Figure():
             return f"![{text_of(block.alt)}]({block.file})"
-        case Strong():
-            return f"**{text_of(block.lead)}** {text_of(block.text)}".rstrip()
     return _AT_START.sub(r"\1\\\2", text_of(block))
 
 
-def bullets(lines: Iterable[str | Strong]) -> Markdown:
+def bullets(lines: Iterable[str]) -> Markdown:
     """A bulleted list of texts."""
     return Markdown("\n".join(f"- {block_of(line)}" for line in lines))
 

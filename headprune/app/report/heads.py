@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headprune import amounts
-from headprune.app.documents import BudgetResult, Heads, Metrics, Run
+from headprune.app.documents import BudgetResult, Heads, Metrics, Run, by_role
 from headprune.app.pictures import figure_of_all, new_figure
 from headprune.app.report import verdict
 from headprune.app.report.content import Block, Documents, Figure, Table, capital, notes_by_size
-from headprune.app.seeing import by_role
 from headprune.scoring import METHODS
 from headprune.scoring.scores import HeadScores, agreements, chance
 

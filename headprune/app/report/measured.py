@@ -11,8 +11,9 @@ from headprune import amounts
 from headprune.app.documents import DISTURBED, BudgetResult, Dense, Measured, Metrics, TimeParts, ValueTable
 from headprune.app.pictures import new_figure
 from headprune.app.report import numbers, verdict
-from headprune.app.report.content import Figure, Markdown, Strong, Table, bullets, listed, notes_by_size
+from headprune.app.report.content import Figure, Table, listed, notes_by_size
 from headprune.latency import GenerationRow, LatencyRow
+from headprune.metrics import metric_named
 from headprune.planning import AUTO, STRATEGIES, abouts
 from headprune.timing import ATTENTION, LAUNCH, PROJECTIONS
 
@@ -22,57 +23,26 @@ _BLUE, _GREY = "#0072B2", "#7f7f7f"  # Okabe and Ito's blue, and grey for the ra
 def sizes_table(metrics: Metrics) -> Table:
     """The dense model, then the pruned ones by size; the recommended one stands out."""
     metric, dense, first = metrics.metric, metrics.dense, verdict.headline_row(metrics.latency)
-    of_all = precisions(metrics)
-    saved = f"size in {next(iter(of_all))}" if len(of_all) == 1 else "size as saved" if of_all else ""
 
     def size(model: Dense | BudgetResult) -> str:
-        precision = f" in {model.dtype}" if len(of_all) > 1 else ""
-        return f"{amounts.size(model.weights, 3)}{precision}" if model.weights else ""
+        return f"{amounts.size(model.weights, 3)} in {model.dtype}" if model.weights else ""
 
     head = (
-        "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", control(metrics),
-        f"speed at {numbers.shape(first)} (95 %)", "speed verdict", numbers.with_more("parameters", saved),
+        "heads kept", f"{metric} (95 %)", "change (95 %)", "verdict", f"speed at {numbers.shape(first)} (95 %)", "speed verdict",
+        numbers.with_more("parameters", "size as saved" if dense.weights else ""),
     )  # fmt: skip
     parameters = numbers.with_more(f"{dense.parameters:,}", size(dense))
     total = f"{metrics.budgets[0].total} (dense)"
-    rows = [(total, numbers.interval(dense, metric), "", "", "", "", "", parameters)]
+    rows = [(total, numbers.interval(dense, metric), "", "", "", "", parameters)]
     for b in verdict.largest_first(metrics):
         share = numbers.share_of(b.parameters, dense.parameters)
         speed = first.speedups[b.name]
         rows.append((
             str(b.kept), numbers.interval(b.pruned, metric), numbers.change(b.change, metric), b.change.verdict,
-            _random(metrics, b), numbers.ratio(speed), speed.verdict,
-            numbers.with_more(f"{b.parameters:,}", share, size(b)),
+            numbers.ratio(speed), speed.verdict, numbers.with_more(f"{b.parameters:,}", share, size(b)),
         ))  # fmt: skip
     result = verdict.judge(metrics)
     return Table(head, rows, 1 + verdict.largest_first(metrics).index(result.budget) if result.recommended else None)
-
-
-def _random(metrics: Metrics, budget: BudgetResult) -> str:
-    pair, metric = verdict.against_random(metrics, budget), metrics.metric
-    low, high = (numbers.value(extreme(budget.random), metric) for extreme in (min, max))
-    draws = f"{numbers.value(pair.mean, metric)} ({low} to {high})"
-    return f"{numbers.value(pair.value, metric)} against {draws}" if _treatment(metrics) else draws
-
-
-def control(metrics: Metrics) -> str:
-    """The title of the column for random heads."""
-    mean = "geometric mean" if metrics.metric == "perplexity" else "mean"
-    draws = f"random heads: {mean} of {len(metrics.budgets[0].random)} draws (range)"
-    treatment = _treatment(metrics)
-    return f"chosen against {draws}, both {treatment}" if treatment else draws
-
-
-def _treatment(metrics: Metrics) -> str:
-    """How chosen heads were treated to compare them with random ones, if the saved models got more than that; else ""."""
-    cheaper = any(map(verdict.layers_alone, metrics.budgets))
-    return " and ".join(["repaired layer by layer"] * cheaper + ["before training"] * verdict.trained(metrics))
-
-
-def precisions(metrics: Metrics) -> set[str]:
-    """The precisions that models are saved in, the dense one included; empty if older files do not say it."""
-    models: list[Dense | BudgetResult] = [metrics.dense, *metrics.budgets]
-    return {model.dtype for model in models if model.dtype and model.weights}
 
 
 def sizes_figure(metrics: Metrics) -> Figure:
@@ -87,9 +57,9 @@ def sizes_figure(metrics: Metrics) -> Figure:
     style: dict[str, Any] = {"fmt": "D-", "color": _BLUE, "markersize": 6, "capsize": 3, "zorder": 5}
     spread, name = np.maximum([value - low, high - value], 0), "chosen heads (95 % interval)"
     axis.errorbar(kept, value, spread, **style, label=name)
-    if treatment := _treatment(metrics):
-        alike = [value[0], *(verdict.against_random(metrics, b).value for b in budgets)]
-        name = f"chosen heads, {treatment} like the random ones"
+    alike = [value[0], *(verdict.against_random(metrics, b).value for b in budgets)]
+    if alike != [*value]:
+        name = "chosen heads, repaired and trained no more than the random ones"
         axis.plot(kept, alike, "D:", color=_BLUE, markersize=5, markerfacecolor="white", zorder=4, label=name)
     axis.set_xticks(kept)
     means = [numbers.mean_of(of_size, metric) for of_size in draws[::-1]]
@@ -99,14 +69,14 @@ def sizes_figure(metrics: Metrics) -> Figure:
     axis.fill_between(kept[::-1], lows, highs, color=_GREY, alpha=0.2, lw=0)
     axis.axhline(value[0], color="black", lw=0.8, ls=":", label="dense model")
     axis.set(xlabel=f"heads kept, of {kept[0]}", ylabel=f"{metric}, on the reported examples")
-    axis.set_yscale("log" if metric == "perplexity" else "linear")
+    axis.set_yscale("log" if metric_named(metric).relative else "linear")
     axis.grid(alpha=0.25)
     axis.legend(fontsize=8, frameon=False)
     return Figure("tradeoff.png", f"{metric} against heads kept, with random heads and 95 % intervals", figure)
 
 
-def orders(metrics: Metrics) -> Markdown:
-    """A list that explains the orders named in a report, by their strategies' descriptions."""
+def orders(metrics: Metrics) -> dict[str, str]:
+    """What each order named in a report is, by its strategy's description."""
     planning = metrics.planning
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
@@ -115,7 +85,7 @@ def orders(metrics: Metrics) -> Markdown:
     about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}" if by_scores else ""
     other = f"By the scores of that name ({by_scores.name}): {about}" if by_scores else ""
     texts = {name: known.get(name, other) for name in names if name not in ("", "dense")}
-    return bullets(Strong(f"{name}:", text) for name, text in texts.items() if text)
+    return {name: text for name, text in texts.items() if text}
 
 
 def comparison_table(metrics: Metrics) -> Table:
@@ -137,7 +107,7 @@ def comparison_table(metrics: Metrics) -> Table:
 
 def curve_table(metrics: Metrics) -> Table:
     """The metric of every order at every number of heads, on the choosing part."""
-    metric = metrics.metric
+    metric = metrics.curve_metric or metrics.metric
     points = [p for p in metrics.curve if p.method != "dense"]
     methods, rows = [*dict.fromkeys(p.method for p in points)], []
     for asked in sorted({p.asked for p in points}, reverse=True):
@@ -184,22 +154,48 @@ def metrics_table(metrics: Metrics) -> Table:
     def values(title: str, models: Sequence[Measured | None], name: str = metric) -> list[str]:
         return [title, *("–" if m is None else numbers.value(m.metrics[name], name) for m in models)]
 
-    names = [metric, *(n for n in numbers.METRICS if n in dense.metrics and n != metric)]
+    # Perplexity is of language models: of a classifier it is nobody's figure.
+    hidden = {metric} | ({"perplexity"} - {metrics.curve_metric or metric})
+    names = [metric, *(n for n in dense.metrics if n not in hidden)]
     flops = (f"{amounts.flops(b.flops, 4)} ({numbers.share_of(b.flops, dense.flops)})" for b in budgets)
     columns = [
         ["heads kept", f"{budgets[0].total} (dense)", *(str(b.kept) for b in budgets)],
-        *(values(numbers.METRICS.get(n, n), [dense, *(b.pruned for b in budgets)], n) for n in names),
+        *(values(n, [dense, *(b.pruned for b in budgets)], n) for n in names),
         ["p", "", *("" if b.change.p_value is None else f"{b.change.p_value:.2g}" for b in budgets)],
         ["FLOPs", amounts.flops(dense.flops, 4), *flops],
     ]
+    for i, change in enumerate(budgets[0].changes):
+        changes = [b.changes[i] for b in budgets]
+        texts = (f"{numbers.change(each, each.metric)}, {each.verdict}" for each in changes)
+        columns.append([f"change of {change.metric} (95 %)", "", *texts])
     others: dict[str, list[Measured | None]] = {
         f"{metric} without repair": [b.repair.without if b.repair else None for b in budgets],
         "repaired layer by layer only": [*map(verdict.layers_alone, budgets)],
         "before training": [*map(verdict.untrained, budgets)] if verdict.trained(metrics) else [],
     }
     columns += [values(title, [None, *models]) for title, models in others.items() if any(models)]
+    mean = "geometric mean" if metric_named(metric).relative else "mean"
+    columns.append([f"random heads: {mean} of {len(budgets[0].random)} draws (range)", "–"])
+    for b in budgets:
+        draws = (numbers.mean_of(b.random, metric), min(b.random), max(b.random))
+        columns[-1].append("{} ({} to {})".format(*(numbers.value(draw, metric) for draw in draws)))
     head, *rows = zip(*columns, strict=True)
     return Table(head, rows)
+
+
+def answers_table(budget: BudgetResult, metric: str) -> Table:
+    """The answers in texts that changed most, dense and pruned side by side."""
+    rows = [
+        (
+            str(a.row),
+            " / ".join(a.reference),
+            a.dense,
+            a.pruned,
+            *(numbers.value(v, metric) for v in (a.before, a.after)),
+        )
+        for a in budget.answers
+    ]
+    return Table(("row", "reference", "dense", "pruned", f"{metric}: dense", "pruned"), rows)
 
 
 def left_out(metrics: Metrics) -> str:

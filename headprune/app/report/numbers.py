@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,26 +13,28 @@ from headprune.amounts import digits
 from headprune.app.documents import BudgetRecord, Environment, Measured, TimeParts
 from headprune.evaluation import Change
 from headprune.latency import GenerationRow, LatencyRow, Speedup
+from headprune.metrics import metric_named
 
 if TYPE_CHECKING:
     from headprune.app.comparison import ComparedModel
 
-METRICS = {"accuracy": "accuracy", "f1": "F1 (macro)", "loss": "loss"}
-"""The names of the metrics that are reported beside a run's own."""
-
 
 def value(number: float, metric: str) -> str:
-    """A metric's value: accuracy and F1 in per cent."""
-    return f"{100 * number:.1f} %" if metric in ("accuracy", "f1") else digits(number, 4)
+    """A metric's value, in per cent where people read it so."""
+    return f"{100 * number:.1f} %" if metric_named(metric).percent else digits(number, 4)
 
 
 def change(paired: Change, metric: str) -> str:
-    """A change with its interval: relative for perplexity, absolute for the loss, in points for others."""
-    if metric == "perplexity":
-        return f"{paired.value:+.1%} ({paired.low:+.1%} to {paired.high:+.1%})"
-    if metric == "loss":
-        return f"{paired.value:+.3g} ({paired.low:+.3g} to {paired.high:+.3g})"
-    return f"{100 * paired.value:+.2f} points ({100 * paired.low:+.2f} to {100 * paired.high:+.2f})"
+    """A change with its interval: relative for perplexity, in points for metrics in per cent."""
+    kind, values = metric_named(metric), (paired.value, paired.low, paired.high)
+    if kind.relative:
+        point, low, high = (f"{each:+.1%}" for each in values)
+    elif kind.percent:
+        point, low, high = (f"{100 * each:+.2f}" for each in values)
+        point = f"{point} points"
+    else:
+        point, low, high = (f"{each:+.3g}" for each in values)
+    return f"{point} ({low} to {high})"
 
 
 def interval(measured: Measured, metric: str) -> str:
@@ -47,21 +48,26 @@ def mean_of(values: Sequence[float], metric: str) -> float:
 
     Changes of perplexity are computed from losses, so only this mean agrees with their sign and size.
     """
-    if metric != "perplexity" or not all(0 < value < math.inf for value in values):
+    if not metric_named(metric).relative or not all(0 < value < math.inf for value in values):
         return sum(values) / len(values)
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def amount(share: float, metric: str) -> str:
-    """An amount of loss: points of accuracy, or per cent of the dense model's value."""
-    return f"{100 * share:.3g} points" if metric == "accuracy" else f"{100 * share:.3g} %"
+    """An amount of loss, as `headprune.app.report.verdict.loss_within` gives it: in points, or per cent of the dense model's value."""
+    kind = metric_named(metric)
+    if kind.width and not kind.percent:
+        return f"{kind.width * share:.3g}"
+    return f"{100 * share:.3g} {'points' if kind.percent else '%'}"
 
 
 def loss(paired: Change, metric: str) -> str:
     """The largest loss that a change's interval leaves possible."""
-    if metric == "accuracy":
-        return f"{-100 * paired.low:.1f} points"
-    return f"{paired.high:.1%}" if metric == "perplexity" else f"{paired.high:.3g}"
+    kind = metric_named(metric)
+    most = -paired.low if kind.higher else paired.high
+    if kind.percent:
+        return f"{100 * most:.1f} points"
+    return f"{most:.1%}" if kind.relative else f"{most:.3g}"
 
 
 def with_error(number: float, error: float) -> str:
@@ -104,16 +110,12 @@ def with_more(text: str, *more: str) -> str:
 
 
 def name_of(model: str) -> str:
-    """A model's name in a title: a Hub id as it is; for a path the folder's name, after its parent's if that says little.
+    """A model's name in a title: the last two parts of its Hub id or path.
 
-    >>> [name_of(m) for m in ("org/bert", "../real/minilm-rt/", "/runs/digits/model", "a/b/digits-2/pruned-6")]
-    ['org/bert', 'minilm-rt', 'digits/model', 'digits-2/pruned-6']
+    >>> [name_of(m) for m in ("org/bert", "../real/minilm-rt/", "/runs/digits/model")]
+    ['org/bert', 'real/minilm-rt', 'digits/model']
     """
-    parts = [part for part in model.split("/") if part not in ("", ".", "..", "~")]
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", model) or not parts:
-        return model
-    vague = re.fullmatch(r"(model|checkpoint|pruned|finetuned|best|last|final|output)([-_]?\d+)?", parts[-1])
-    return "/".join(parts[-2:] if vague else parts[-1:])
+    return "/".join([part for part in model.split("/") if part not in ("", ".", "..", "~")][-2:]) or model
 
 
 def to_repeat(command: str) -> str:

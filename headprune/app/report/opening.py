@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 
 from headprune.amounts import code, head_count
 from headprune.app.documents import BudgetResult, Examples, Metrics, Run
-from headprune.app.report import measured, numbers, verdict
-from headprune.app.report.content import Block, Markdown, Strong, bullets, capital, listed
+from headprune.app.report import numbers, verdict
+from headprune.app.report.content import Markdown, bullets, capital, listed
 from headprune.evaluation import Change
+from headprune.metrics import metric_named
 from headprune.uncertainty import FEW
 
-_SHARES = {
-    Fraction(1, 2): "half", Fraction(1, 3): "a third", Fraction(2, 3): "two thirds", Fraction(1, 4): "a quarter",
-    Fraction(3, 4): "three quarters", Fraction(1): "all",
-}  # fmt: skip
 _REFITTED = "the kept heads' weights refitted by least squares"
-
-
-def summary(run: Run, metrics: Metrics) -> list[Block]:
-    """The verdict, cautions, and the table of plans."""
-    warnings = [Strong("Caution:", text) for text in cautions(run, metrics)]
-    return [Strong(headline(run, metrics)), *warnings, measured.sizes_table(metrics)]
 
 
 def extremes(heads: Sequence[tuple[str, float, float]]) -> str:
@@ -37,7 +27,7 @@ def headline(run: Run, metrics: Metrics) -> str:
     b, metric = result.budget, metrics.metric
     dense, pruned = (numbers.value(m.metrics[metric], metric) for m in (metrics.dense, b.pruned))
     cost, speed = _cost(b.change, metric), _speed(run, metrics, b)
-    heads, beside = _heads(b), _other_changes(b)
+    heads, beside = f"{b.total - b.kept} of the {b.total} heads", _other_changes(b)
     if result.conclusion == verdict.GUESSING:
         level = numbers.value(metrics.dense.guessing or 0.0, metric)
         return (
@@ -55,14 +45,15 @@ def headline(run: Run, metrics: Metrics) -> str:
         return f"Removing {heads} worsens the {metric}{beside}: {against}."
     if b.change.verdict != "better" and verdict.loss_within(metrics, b.change) > 0:
         cost = f"{cost}; {possible}"
-    return f"{capital(heads)} can go{beside}: {metric} {pruned} against {dense} ({cost}), {speed}."
+    return f"{heads} can go{beside}: {metric} {pruned} against {dense} ({cost}), {speed}."
 
 
 def _cost(change: Change, metric: str) -> str:
     if change.verdict == "no measurable change":
         return change.verdict
-    forms = {"accuracy": f"{100 * change.value:+.1f} points", "perplexity": f"{change.value:+.1%}"}
-    return f"{forms.get(metric, f'{change.value:+.3g}')}, measurably {change.verdict}"
+    kind = metric_named(metric)
+    relative = f"{change.value:+.1%}" if kind.relative else f"{change.value:+.3g}"
+    return f"{f'{100 * change.value:+.1f} points' if kind.percent else relative}, measurably {change.verdict}"
 
 
 def _other_changes(budget: BudgetResult) -> str:
@@ -92,12 +83,6 @@ def _speed(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
     return text if limit.ratio <= gain.ratio else f"{text}; removing every head would give {limit.ratio:.2f}x"
 
 
-def _heads(budget: BudgetResult) -> str:
-    gone = budget.total - budget.kept
-    share = _SHARES.get(Fraction(gone, budget.total))
-    return f"{share} of the heads ({gone} of {budget.total})" if share else f"{gone} of the {budget.total} heads"
-
-
 def rule(metrics: Metrics) -> str:
     """By what rule a model is recommended, or why none is."""
     result = verdict.judge(metrics)
@@ -113,31 +98,18 @@ def rule(metrics: Metrics) -> str:
 
 def over_random_line(metrics: Metrics) -> str:
     """Whether the chosen heads beat random ones in the same number."""
+
+    def size(b: BudgetResult) -> str:
+        gain = numbers.change(b.over_random, metrics.metric).replace(" (", ", ") if b.over_random else ""
+        return f"{head_count(b.kept)}{f' ({gain}' if gain else ''}"
+
     pairs = [verdict.against_random(metrics, b) for b in verdict.largest_first(metrics)]
     answers = {"better": "yes", "worse": "no, worse", "no measurable difference": "no measurable difference"}
     parts = []
     for word, answer in answers.items():
-        if some := [f"{head_count(p.budget.kept)}{_gain(p, metrics.metric)}" for p in pairs if p.verdict == word]:
+        if some := [size(p.budget) for p in pairs if p.verdict == word]:
             parts.append(f"{answer} with {listed(some)}")
-    text = f"Better than random heads? {capital('; '.join(parts))}."
-    if verdict.trained(metrics):
-        text += " Random heads are not trained, so the chosen ones are compared as they were before training."
-    compared = [p for p in pairs if verdict.layers_alone(p.budget)]
-    if any(p.value != verdict.untrained(p.budget).metrics[metrics.metric] for p in compared):
-        text += (
-            " For this comparison both were repaired layer by layer only. The models above also had the last step of repair, which "
-            "follows the dense model's answers, not the labels, so by chance it may score lower on these examples."
-        )
-    if any(b.over_random for b in metrics.budgets):
-        text += " The intervals cover the choice of examples, not the draw of random heads."
-    return text
-
-
-def _gain(pair: verdict.AgainstRandom, metric: str) -> str:
-    """The metric with chosen and with random heads, and the change, in brackets."""
-    against = f"{numbers.value(pair.value, metric)} against {numbers.value(pair.mean, metric)}"
-    change = pair.budget.over_random
-    return f" ({against}: {numbers.change(change, metric).replace(' (', ', ')}" if change else f" ({against})"
+    return f"Better than random heads? {capital('; '.join(parts))}."
 
 
 def usage(run: Run, metrics: Metrics) -> str:
@@ -170,11 +142,10 @@ def precision(run: Run, metrics: Metrics) -> str:
     saved, computed = verdict.judge(metrics).budget.dtype, run.model.dtype
     if not saved or saved == computed:
         return ""
-    as_dense = ", as the dense checkpoint is" if len(measured.precisions(metrics)) == 1 else ""
+    as_dense = ", as the dense checkpoint is" if saved == metrics.dense.dtype else ""
     text = f"Weights are saved in {saved}{as_dense}; all models, the dense one too, were measured in {computed}"
-    if computed != "float32":
-        return f"{text}."
-    return f'{text}, as `headprune.load(folder).float()` gives, or `from_pretrained(folder, dtype="float32", …)`.'
+    widened = ', as `headprune.load(folder).float()` gives, or `from_pretrained(folder, dtype="float32", …)`'
+    return f"{text}{widened if computed == 'float32' else ''}."
 
 
 # -- what a reader must know before believing the headline ------------------------------------------
@@ -190,27 +161,27 @@ def cautions(run: Run, metrics: Metrics) -> list[str]:
 
 def shortened(part: Examples, role: str) -> Iterator[str]:
     """A caution if texts were truncated."""
-    were, their, they = ("was", "its", "it is") if part.shortened == 1 else ("were", "their", "they are")
     if part.shortened:
         yield (
-            f"{part.shortened:,} of the {part.examples:,} {role} texts {were} cut at {their} end: {they} longer than the model or "
-            "`--max-length` allows."
+            f"{part.shortened:,} of the {part.examples:,} {role} texts cut at their end: longer than the model or `--max-length` allows."
         )
 
 
 def _no_better_than_random(metrics: Metrics) -> Iterator[str]:
     verdicts = {verdict.against_random(metrics, b).verdict for b in metrics.budgets}
     if metrics.planning.plan is None and "better" not in verdicts:
-        several = len(metrics.budgets) > 1
-        sizes = "At none of these sizes did the chosen heads" if several else "The chosen heads did not"
-        yield f"{sizes} measurably beat as many random ones, so this run does not show that it matters which heads go."
+        yield (
+            "At no size did the chosen heads measurably beat as many random ones, so this run does not show that it matters which heads go."
+        )
 
 
 def _trained_on_choosing(run: Run, metrics: Metrics) -> Iterator[str]:
     """A caution if the dense model is clearly better on the choosing part than on the reporting part."""
     dense, metric = metrics.dense, metrics.metric
     (there,) = (p for p in metrics.curve if p.method == "dense")
-    if there.low > dense.high if metric == "accuracy" else there.high < dense.low:
+    if metrics.curve_metric not in ("", metric):
+        return
+    if there.low > dense.high if metric_named(metric).higher else there.high < dense.low:
         split = code(run.parts.choose.split)
         yield (
             f"The dense model's {metric} is {numbers.value(there.value, metric)} where plans were chosen ({split}) and "
@@ -240,8 +211,8 @@ def _worse_on_other_data(metrics: Metrics) -> Iterator[str]:
 
 
 def _carried_by_few(metrics: Metrics) -> Iterator[str]:
-    """Cautions for changes of the loss that rest on so few examples that their interval may be too narrow."""
-    for b in verdict.largest_first(metrics) if metrics.metric != "accuracy" else ():
+    """Cautions for changes of a metric without a scale that rest on so few examples that their interval may be too narrow."""
+    for b in verdict.largest_first(metrics) if not metric_named(metrics.metric).width else ():
         if 0 < b.change.carried_by < FEW <= b.change.examples:
             yield (
                 f"With {head_count(b.kept)}, the change of the loss rests on about {b.change.carried_by:.0f} of the "

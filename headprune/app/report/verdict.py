@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headprune.app.documents import BudgetResult, Latencies, Measured, Metrics
-from headprune.app.report.numbers import mean_of
 from headprune.evaluation import Change
 from headprune.latency import LatencyRow
+from headprune.metrics import metric_named
 
-# A loss of this size must be ruled out before a model is recommended: points of accuracy, or a share of the dense model's value.
-TOLERATED = {"accuracy": 0.025}
-TOLERATED_SHARE = 0.05
+# A loss of this size must be ruled out before a model is recommended: a share of the metric's scale (points of accuracy), or of the dense
+# model's value, whichever is less.
+TOLERATED, TOLERATED_SHARE = 0.025, 0.05
 
 
 # What can be said of a run's heads: a loss above the margin is ruled out; or none was measured, but there are too few examples to rule one
@@ -59,8 +59,8 @@ def largest_first(metrics: Metrics) -> list[BudgetResult]:
 
 
 def loss_within(metrics: Metrics, change: Change) -> float:
-    """The largest loss that a change's interval allows: for accuracy as a fraction, else as a share of the dense value."""
-    return _as_share(metrics, -change.low if change.metric == "accuracy" else change.high)
+    """The largest loss that a change's interval allows: as a share of the metric's scale, or of the dense value if it has none."""
+    return _as_share(metrics, -change.low if metric_named(change.metric).higher else change.high)
 
 
 def limits_metric(budgets: Sequence[BudgetResult]) -> bool:
@@ -74,13 +74,11 @@ class AgainstRandom:
 
     Attributes:
         value: The metric with the chosen heads, before any training.
-        mean: The mean of the random draws (`mean_of`).
         verdict: ``"better"`` or ``"worse"`` (than the mean beyond chance, and than every draw), or ``"no measurable difference"``.
     """
 
     budget: BudgetResult
     value: float
-    mean: float
     verdict: str
 
 
@@ -89,12 +87,12 @@ def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
     # Treated like the random ones: with the cheaper repair, and not trained.
     alike = layers_alone(budget) or untrained(budget)
     value, draws = alike.metrics[metrics.metric], budget.random
-    sign = 1 if metrics.metric == "accuracy" else -1  # the smaller a loss, the better
+    sign = 1 if metric_named(metrics.metric).higher else -1
     better, worse = (all(way * sign * (value - draw) > 0 for draw in draws) for way in (1, -1))
     word = "better" if better else "worse" if worse else ""
     if not word or (budget.over_random is not None and budget.over_random.verdict != word):
         word = "no measurable difference"
-    return AgainstRandom(budget, value, mean_of(draws, metrics.metric), word)
+    return AgainstRandom(budget, value, word)
 
 
 def layers_alone(budget: BudgetResult) -> Measured | None:
@@ -119,7 +117,7 @@ def headline_row(latency: Latencies) -> LatencyRow:
 
 def _conclusion(metrics: Metrics, budget: BudgetResult) -> str:
     dense, level = metrics.dense, metrics.dense.guessing  # of a model that only guesses
-    if level is not None and (dense.high >= level if metrics.metric == "perplexity" else dense.low <= level):
+    if level is not None and (dense.low <= level if metric_named(metrics.metric).higher else dense.high >= level):
         return GUESSING
     if loss_within(metrics, budget.change) <= _limit(metrics, budget):
         return CAN_GO
@@ -128,12 +126,14 @@ def _conclusion(metrics: Metrics, budget: BudgetResult) -> str:
 
 def _limit(metrics: Metrics, budget: BudgetResult) -> float:
     """The loss that must be ruled out: the user's limit, or the default margin."""
-    limit = budget.budget.limit if budget.budget else None
-    if limits_metric([budget]) and limit is not None:
-        return _as_share(metrics, limit)
-    return TOLERATED.get(metrics.metric, TOLERATED_SHARE)
+    asked = budget.budget.parsed if budget.budget else None
+    if asked and asked.by_metric:
+        return _as_share(metrics, asked.amount)
+    kind, dense = metric_named(metrics.metric), metrics.dense.metrics[metrics.metric]
+    return min(TOLERATED, TOLERATED_SHARE * abs(dense) / kind.width) if kind.width else TOLERATED_SHARE
 
 
 def _as_share(metrics: Metrics, amount: float) -> float:
-    dense = metrics.dense.metrics[metrics.metric]
-    return amount / abs(dense) if metrics.metric == "loss" and dense else amount
+    kind, dense = metric_named(metrics.metric), metrics.dense.metrics[metrics.metric]
+    scale = 1.0 if kind.relative else kind.width or abs(dense)
+    return amount / (scale or 1.0)

@@ -21,7 +21,7 @@ from headprune.batches import cost_of
 from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.parallel import current
-from headprune.running import config_kept, evaluating
+from headprune.running import config_kept, evaluating, quiet
 from headprune.scoring import METHODS, HeadScores, method_and_settings
 
 _REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's, taken once
@@ -86,11 +86,11 @@ def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScor
     scoring = sum(_passes(method, scene, len(batches)) for method in methods)
     points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * (plans + 1)
     passes = scoring + planning + points * choose + report * (1 + _MEASURED * plans)
-    fits = 0.0
+    fits = (1 + _MEASURED * plans) * _seconds_of_texts(scene)
     if config.search.repair:
         passes += plans * (_REPAIR + _DECIDED * choose)
         widths = [len(p.weight) * (1 + trials.calibration.share) for p in trials.calibration.projections]
-        fits = (points + plans * _MEASURED) * sum(_FIT + _SOLVE * width**3 / 100 for width in widths)
+        fits += (points + plans * _MEASURED) * sum(_FIT + _SOLVE * width**3 / 100 for width in widths)
     once = forward / sum(map(cost_of, batches))
     passed = (latency.MIN_RUNS * once * cost_of(example) for _, _, example in inputs(scene))
     timing = sum((plans + 2) * max(latency.MIN_SECONDS, seconds) + 1.5 for seconds in passed)
@@ -130,6 +130,18 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
             first.requires_grad_(before)
     scale = sum(map(cost_of, batches)) / cost_of(batch)
     return times[1] * scale, max(times[1], times[2] - times[1]) * scale
+
+
+def _seconds_of_texts(scene: Scene) -> float:
+    """Seconds in which a model answers the reporting part with texts, by its batch of median size; 0 where it does not."""
+    texts, batches = scene.measures.texts(scene.parts.report), list(scene.parts.report.batches())
+    if texts is None:
+        return 0.0
+    device, middle = model_device(scene.model), len(batches) // 2
+    began = latency.clock(device)
+    with torch.inference_mode(), quiet(scene.model):
+        texts.read(scene.model, move(batches[middle], device), middle * scene.options.data.batch_size)
+    return (latency.clock(device) - began) / 1000 * len(batches)
 
 
 def _passes(method: str, scene: Scene, batches: int) -> float:

@@ -30,11 +30,11 @@ from headprune.store import Store, digest
 
 def score_run(options: Options, folder: runs.RunFolder, console: Console) -> tuple[Scene, list[HeadScores]]:
     """Score a model by each of the options' methods and write the run folder."""
-    started, methods = time.monotonic(), options.methods
+    started = time.monotonic()
     scene = open_scene(options, console, labelled=None)
-    run = run_document(scene, methods, folder)
+    run = run_document(scene, folder)
     announce(console, lambda: cost_of_scores(scene))
-    scores, store = score_all(scene, methods, folder, console)
+    scores, store = score_all(scene, options.methods, folder, console)
 
     def write() -> None:
         content = runs.RunFolder(folder.unfinished / "content")
@@ -85,7 +85,7 @@ def write_heads(scene: Scene, store: Store, content: runs.RunFolder, console: Co
         console.say(f"What the heads do cannot be shown: {error.args[0]}")
 
 
-def run_document(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -> documents.Run:
+def run_document(scene: Scene, folder: runs.RunFolder) -> documents.Run:
     """The content of run.json, but for the run's time; made before the long work, so that it is known to be writable."""
     attention = getattr(scene.model.config, "_attn_implementation", None)
     parameter = next(scene.model.parameters())
@@ -97,8 +97,7 @@ def run_document(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -
         layers=tuple(map(documents.LayerFacts.of, scene.layers)),
     )  # fmt: skip
     return documents.Run(
-        commands=(runs.command_line(),), when=runs.now(), seconds=(), options=scene.options,
-        methods=tuple(method_and_settings(text)[0] for text in methods), model=facts, folder=str(folder.path),
+        commands=(runs.command_line(),), when=runs.now(), seconds=(), options=scene.options, model=facts, folder=str(folder.path),
         environment=runs.environment(str(model_device(scene.model))), **_cut_of(scene),
     )  # fmt: skip
 
@@ -163,12 +162,11 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     scene = open_to_prune(config, scores, console)
     if half := scene.loaded.stored:
         console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
-    methods = config.methods if source else config.methods_to_score
-    run = run_document(scene, methods, folder) if source is None else run_after(source.read_run(), scene, folder)
+    run = run_document(scene, folder) if source is None else run_after(source.read_run(), scene, folder)
     announce(console, lambda: cost_of_pruning(scene, config, scores))
     scored = Store()
     if source is None:
-        scores, scored = score_all(scene, methods, folder, console)
+        scores, scored = score_all(scene, config.methods_to_score, folder, console)
     # Second datasets change other results only by training, which leaves out their examples.
     also = [part.content_hash for part in scene.parts.also]
     candidates = config.candidates(scores)
@@ -177,12 +175,11 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     store = store_of(folder, "prune", scene, *facts, say=console.say)
     assert store.folder is not None
     content = runs.RunFolder(store.folder / "content")
-    result_name = f"{store.folder.name} {[*also, *config.exports, config.tasks]}"
-    if current().first("published before", partial(was_published, folder, content, result_name)):
-        return documents.Metrics.read(folder.metrics_path)  # this command was killed while it moved its files
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
     trials = search.trials_of(scene, config, store)
     context = results.PruneContext(config, scene, trials, store, content, console, environment)
+    if scene.measures.further:  # one that is not defined here must not stop the run in its last minute
+        context.measure("dense", scene.model)
     result = _search(context, candidates)
     controls = search.random_orders(scene, config, result.fits)
     console.say(*dict.fromkeys(note for fit in result.fits for note in fit.plan.notes))
@@ -207,7 +204,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
         # Last, since it names the other documents by their checksums.
         content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))
         report.write_cards(content)
-        publish(folder, content, result_name)
+        publish(folder, content)
 
     current().first("writing the run", write)
     return metrics
@@ -243,7 +240,7 @@ def _metrics(
     )  # fmt: skip
     also = [documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also]
     metrics = documents.Metrics(
-        metric=metric, environment=context.environment, planning=context.config.planning(result), dense=dense,
+        metric=metric, curve_metric=scene.measures.for_plans, environment=context.environment, planning=context.config.planning(result), dense=dense,
         budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(context, models),
         tasks=tuple(results.run_tasks(context, models)),
     )  # fmt: skip
@@ -300,16 +297,8 @@ def store_of(folder: runs.RunFolder, name: str, scene: Scene, *facts: Any, say: 
     return folder.store(say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
 
 
-def was_published(folder: runs.RunFolder, content: runs.RunFolder, name: str) -> bool:
-    """Whether this result was already published here, by the same command, which was then killed."""
-    return folder.store().known("published") == name and not content.path.exists()
-
-
-def publish(folder: runs.RunFolder, content: runs.RunFolder, name: str = "") -> None:
+def publish(folder: runs.RunFolder, content: runs.RunFolder) -> None:
     """Write the report of a complete run, and replace the folder's content by the run.
-
-    Args:
-        name: The result's name, by which a command that was killed sees that it is published already (`was_published`).
 
     Raises:
         HeadPruneError: The report could not be written; all else is published. Or the disk is full: then nothing is, and the old
@@ -322,7 +311,6 @@ def publish(folder: runs.RunFolder, content: runs.RunFolder, name: str = "") -> 
         if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
             raise
         trouble = error
-    folder.store().keep("published", name)
     folder.publish(content.path)
     if trouble is not None:
         folder.clear_unfinished()  # it is not needed any more

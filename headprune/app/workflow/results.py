@@ -27,9 +27,11 @@ from headprune.attention import AttentionLayer, Heads
 from headprune.budgets import Fit
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
-from headprune.evaluation import Measurement, compare, evaluate
+from headprune.evaluation import Measurement, compare
 from headprune.exporting import Exported, export, format_named, is_exported, time_onnx
+from headprune.gates import mask
 from headprune.inputs import LABELS, writes
+from headprune.metrics import LOSSES, TEXTS, Answers, metric_named
 from headprune.offload import copied
 from headprune.parallel import current
 from headprune.planning import Order
@@ -77,9 +79,13 @@ class PruneContext:
         def make() -> Measurement:
             with self.console.track(f"measuring: {name}") as progress:
                 if isinstance(what, nn.Module):
-                    return evaluate(what, part.batches(), progress=progress)
-                with self.trials.repaired(what) if repaired else nullcontext():
-                    return self.trials.masked(what, list(part.batches()))
+                    return self.scene.measures.evaluate(what, part, progress)
+                model = self.scene.model
+                with (
+                    self.trials.repaired(what) if repaired else nullcontext(),
+                    mask(model, what, layers=self.scene.layers),
+                ):
+                    return self.scene.measures.evaluate(model, part, progress)
 
         # The second datasets are not in the key of the run's store.
         return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash}", make)
@@ -121,12 +127,16 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
         without, alone = (documents.Measured.of(each, metric) for each in (unrepaired, like_random))
         gain, layers_alone = compare(unrepaired, pruned, metric), alone if further else None
         repaired = documents.Repaired(**vars(repair), without=without, layers_alone=layers_alone, gain=gain)
-    shape = latency.example_shape(budget_input(scene)) if fit.budget and fit.budget.timed else ()
+    batch, length = latency.example_shape(budget_input(scene)) if fit.budget and fit.budget.timed else (None, None)
+    record = documents.BudgetRecord(
+        asked=str(fit.budget or plan.budget), reading=fit.reading, batch=batch, length=length
+    )
     result = documents.BudgetResult(
         **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")}, name=head_count(plan.kept),
-        budget=documents.BudgetRecord.of(fit, *shape), notes=(*plan.notes, *filter(None, [saved.note])),
+        budget=record, notes=(*plan.notes, *filter(None, [saved.note])),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
         pruned=documents.Measured.of(pruned, metric), change=compare(dense, pruned, metric),
+        changes=tuple(compare(dense, pruned, name) for name in scene.measures.further[1:]), answers=_changed_answers(scene, dense, pruned),
         random=tuple(measurement.metrics[metric] for measurement in random),
         over_random=compare(mean_of(random), like_random, metric),
         also=tuple(_measure_also(context, plan, model, part) for part in scene.parts.also),
@@ -146,6 +156,29 @@ def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, pa
         gain = compare(context.measure(f"unrepaired {plan.asked}", plan.drop, part), pruned, metric)
     measured, change = documents.Measured.of(pruned, metric), compare(dense, pruned, metric)
     return documents.AlsoMeasured(pruned=measured, change=change, gain=gain)
+
+
+_SHOWN = 20  # changed answers
+
+
+def _changed_answers(scene: Scene, dense: Measurement, pruned: Measurement) -> tuple[documents.ChangedAnswer, ...]:
+    """The answers in texts that changed the run's metric most, each measured alone."""
+    part, metric = scene.parts.report, metric_named(scene.metric)
+    texts = scene.measures.texts(part)
+    if texts is None or TEXTS not in metric.forms:
+        return ()
+    changed = []
+    for index, before, after, right in zip(part.order(), dense.texts, pruned.texts, texts.references, strict=True):
+        if before != after:
+            values = (metric.score(Answers(TEXTS, [text], [right])) for text in (before, after))
+            was, now = (0.0 if value != value else value for value in values)
+            several = (right,) if isinstance(right, str) else tuple(right)
+            changed.append(
+                documents.ChangedAnswer(
+                    row=part.rows[index], reference=several, dense=before, pruned=after, before=was, after=now
+                )
+            )
+    return tuple(sorted(changed, key=lambda each: -abs(each.after - each.before))[:_SHOWN])
 
 
 def run_tasks(context: PruneContext, pruned_models: Sequence[CarriedOut]) -> list[documents.ValueTable]:
@@ -168,13 +201,21 @@ def run_tasks(context: PruneContext, pruned_models: Sequence[CarriedOut]) -> lis
 
 
 def mean_of(measurements: Sequence[Measurement]) -> Measurement:
-    """Losses and correctness of each example, averaged over models, for `compare`; it has no metrics of its own."""
+    """Losses and correctness of each example, averaged over models, for `compare`; also of metrics and their jackknife."""
+    first = measurements[0]
     loss, correct = (np.mean([getattr(m, name) for m in measurements], axis=0) for name in ("loss", "correct"))
-    return Measurement({}, loss, correct, measurements[0].tokens)
+    metrics = {name: float(np.mean([m.metrics[name] for m in measurements])) for name in first.jackknife}
+    jackknife = {
+        name: replace(known, without=np.mean([m.jackknife[name].without for m in measurements], axis=0))
+        for name, known in first.jackknife.items()
+    }
+    return Measurement(metrics, loss, correct, first.tokens, jackknife)
 
 
 def guessing(scene: Scene) -> float | None:
     """The metric of a model that only guesses; see `headprune.app.documents.Dense`."""
+    if scene.metric not in LOSSES:
+        return metric_named(scene.metric).chance
     if scene.metric == "perplexity":
         size = getattr(scene.loaded.config.get_text_config(), "vocab_size", None)
         return float(size) if isinstance(size, int) else None
@@ -217,14 +258,14 @@ def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Mod
     from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
 
     scene, console = context.scene, context.console
-    before = documents.Measured.of(evaluate(pruned, scene.parts.report.batches()), scene.metric)
+    before = documents.Measured.of(scene.measures.evaluate(pruned, scene.parts.report), scene.metric)
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
     console.say(*notes)
     options = FinetuneOptions(epochs=context.config.finetune, seed=scene.options.seed)
     with console.track("fine-tuning") as progress:
         model, training = finetune(
             pruned, scene.model, train, scene.parts.choose, options, context.content.path.parent / f"finetune-{asked}",
-            metric=scene.metric, progress=progress, say=console.say,
+            metric=scene.measures.own, progress=progress, say=console.say,
         )  # fmt: skip
     return model, documents.Trained(**vars(training), options=options, before=before)
 

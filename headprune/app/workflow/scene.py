@@ -18,16 +18,16 @@ from torch import nn
 from headprune import checkpoint, latency
 from headprune.app.data import DataOptions, DataParts, load_parts
 from headprune.app.documents import Cut, Examples
-from headprune.app.models import LoadedModel, load_model, numbers_given, positions_of
+from headprune.app.measures import Measures
+from headprune.app.models import LoadedModel, load_model, positions_of
 from headprune.app.options import Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import name_of, narrow, placed, placing_of, stored_size, widen
 from headprune.attention import AttentionLayer
-from headprune.batches import shaped
+from headprune.batches import is_out_of_memory, shaped
 from headprune.errors import HeadPruneError, PruneError, ScoresError, first_line
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
 from headprune.inputs import call, model_device, move, unlabelled, without_labels
-from headprune.memory import is_out_of_memory
 from headprune.offload import copied
 from headprune.parallel import current
 from headprune.plan_search import SearchConsole
@@ -81,8 +81,12 @@ class Scene:
         return next(self.parts.score.batches(2))
 
     @property
+    def measures(self) -> Measures:
+        return Measures(self.loaded, self.options.measuring)
+
+    @property
     def metric(self) -> str:
-        return self.loaded.task.metric
+        return self.measures.first
 
     @property
     def maskable(self) -> list[AttentionLayer]:
@@ -168,11 +172,6 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
             "Start one process, or leave out --device-map: each process then takes a device.",
         )
     loaded = load_model(options.model, options.loading)
-    if (numbers := numbers_given(loaded)) is not None:
-        raise HeadPruneError(
-            f"{options.model} has a regression head ({numbers}), which the command line does not measure yet.",
-            "Use the Python API: headprune.score(model, batches).",
-        )
     console.say(f"{type(loaded.model).__name__} for {loaded.task.name} on {placed(loaded.model)}")
     if labelled is None:
         methods = [method_named(method_and_settings(text)[0]) for text in options.methods]

@@ -14,11 +14,11 @@ from headprune.budgets import Budget, Fit, Subject
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import interval, measurable
 from headprune.options import SearchOptions
-from headprune.planning import AUTO, Order, Search, abouts, arrange, needs_scores
+from headprune.planning import AUTO, Order, Search, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
 from headprune.running import tracked
-from headprune.scoring import HeadScores, method_and_settings, score
+from headprune.scoring import HeadScores, score
 from headprune.store import Store
 from headprune.trials import Trials
 
@@ -60,11 +60,6 @@ class PruneConfig:
         return self.needs_scores or (self.plan is None and self.search.strategy == AUTO)
 
     @property
-    def method_names(self) -> list[str]:
-        """The methods, without their settings."""
-        return [method_and_settings(text)[0] for text in self.methods]
-
-    @property
     def methods_to_score(self) -> Sequence[str]:
         """The methods to score by before the search."""
         return self.methods if self.source is None and self.uses_scores else ()
@@ -79,14 +74,15 @@ class PruneConfig:
             return []
         scores = self.source.read_scores()
         known = [s.method for s in scores]
-        if missing := [m for m in self.method_names if m not in known]:
+        if missing := [m for m in self.methods if m not in known]:
             hint = f"It has {', '.join(known)}; score again with --method {missing[0]}."
             raise ScoresError(f"{self.source.scores_path} holds no scores by {missing[0]}.", hint)
         return scores
 
     def candidates(self, scores: Sequence[HeadScores]) -> list[HeadScores]:
-        """The scores to plan by: those asked for, and random only if there is nothing else."""
-        return plan_search.candidates([s for s in scores if s.method in self.method_names] if self.methods else scores)
+        """The scores to plan by: those of ``source`` that were asked for, or all; and random only if there is nothing else."""
+        all_of_them = self.source is None or not self.methods
+        return plan_search.candidates([s for s in scores if all_of_them or s.method in self.methods])
 
     def planning(self, result: plan_search.SearchResult) -> Planning:
         """How the plans were made, for the report."""
@@ -94,7 +90,7 @@ class PruneConfig:
             return Planning(plan=self.plan_file)
         search = self.search
         return Planning(
-            strategy=search.strategy, about=abouts()[search.strategy], protect=str(search.protect),
+            strategy=search.strategy, protect=str(search.protect),
             min_heads_per_layer=search.min_heads_per_layer, effort=effort_named(search.effort), work=dict(result.work),
             judged_by=result.judged_by, compared=result.compared,
         )  # fmt: skip
@@ -127,11 +123,18 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
     else:
         plan_search.constraints_of(config.search, scene.maskable)
         for budget in config.search.budgets:
+            if budget.by_metric and scene.metric != scene.measures.for_plans:
+                message = (
+                    f"{budget.flag} measures every plan that is tried, and {scene.metric} would be generated each time."
+                )
+                raise HeadPruneError(message, f"Give --keep, or leave out --metric {scene.metric}.")
             budget.check_dense(subject_for(budget, scene))
-    if scene.metric in measurable(scene.model, scene.parts.report.batches()):
+    scene.measures.texts(scene.parts.report)
+    metric = scene.measures.own
+    if metric in measurable(scene.model, scene.parts.report.batches(), scene.measures.further):
         return
-    what, name = f"The {scene.metric} of {scene.options.model}", scene.loaded.task.name
-    if scene.metric == "perplexity":
+    what, name = f"The {metric} of {scene.options.model}", scene.loaded.task.name
+    if metric == "perplexity":
         raise HeadPruneError(
             f"{what} cannot be measured: its own loss is not the cross-entropy of its logits, nor a mean over labels.",
             f"Check --task (it is {name}), or use the Python API, which takes any loss: headprune.score(model, batches).",
@@ -146,7 +149,7 @@ def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> 
     """The `Trials` of plans on the scene's choosing part."""
     return Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
-        repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.metric,
+        repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.measures.for_plans,
         store=store or Store(),
     )  # fmt: skip
 

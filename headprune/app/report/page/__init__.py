@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 
 from headprune.amounts import visible
 from headprune.app.report import heads, numbers, opening, verdict
-from headprune.app.report.content import Documents, Section, Strong, Table, block_of, blocks_of
+from headprune.app.report.content import Documents, Section, Table, block_of, text_of
 from headprune.inputs import map_leaves
 from headprune.scoring.scores import HeadScores
 
@@ -34,7 +34,7 @@ def render(documents: Documents, sections: Sequence[Section], pictures: Mapping[
     return template.render(
         assets, title=visible(sections[0].title), opening=first, sections=Markup("").join(others),
         heads=_html(block_of(_heads(documents)), "Table of all heads", {}),
-        explained=_html(blocks_of(Strong(f"{s.method}:", heads.basis(s)) for s in documents.rankings), "", {}),
+        explained=_html("\n\n".join(f"**{text_of(s.method)}:** {text_of(heads.basis(s))}" for s in documents.rankings), "", {}),
         data=_plain(_sizes(documents) | _attention(documents)),
     )  # fmt: skip
 
@@ -125,12 +125,9 @@ def _score(scores: HeadScores, layer: str, head: int) -> str:
 
 def _attention(documents: Documents) -> dict[str, Any]:
     """The methods, why every head has its role (or why it could not be seen), and what it attends to in the samples."""
-    seen, layers, reasons = documents.heads, documents.run.model.layers, []
-    profiles = {layer.name: layer for layer in seen.layers} if seen is not None else {}
-    for layer in layers if seen is not None else ():
-        profile = profiles.get(layer.name)
-        unseen = [profile.unseen if profile else "not looked at"] * layer.num_heads
-        reasons += [head.because for head in profile.heads] if profile and profile.heads else unseen
+    seen, layers, reasons = documents.heads, documents.run.model.layers, list[str]()
+    for layer, profile in zip(layers, seen.layers, strict=True) if seen is not None else ():
+        reasons += [head.because for head in profile.heads] or [profile.unseen] * layer.num_heads
     return {
         "methods": [s.method for s in documents.rankings], "layers": [[f"L{layer.index}", layer.num_heads] for layer in layers],
         "reasons": reasons, "samples": seen.to_json()["samples"] if seen is not None else [],

@@ -128,7 +128,7 @@ const names = [...document.querySelectorAll("section:first-of-type thead th")].m
 function resize() {
   const said = [...lines[size].cells].map((cell) => cell.textContent);
   const change = said[2] && `${said[2]}: ${said[3]}`;
-  const facts = [[names[1], said[1]], [names[2], change], [names[5], said[5]]].filter(([, fact]) => fact);
+  const facts = [[names[1], said[1]], [names[2], change], [names[4], said[4]]].filter(([, fact]) => fact);
   by("size-heads").textContent = `${data.kept[size]} of ${data.kept[dense]}`;
   by("size").setAttribute("aria-valuetext", `${data.kept[size]} heads: ${facts.map(([, fact]) => fact).join(", ")}`);
   const line = ([name, fact]) => element("div", {}, element("dt", {}, name), element("dd", {}, fact));

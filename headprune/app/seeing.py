@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -96,7 +94,7 @@ def look_at(loaded: LoadedModel, inputs: dict[str, Any], layers: Sequence[Attent
     Raises:
         HeadPruneError: No layer's attention weights can be read.
     """
-    return _document(loaded, layers, [inputs], [(inputs, False)], _LONGEST, seed)
+    return _document(loaded, layers, [inputs], [inputs], _LONGEST, seed)
 
 
 def _batches(part: Part, layers: Sequence[AttentionLayer]) -> Iterator[dict[str, Tensor]]:
@@ -111,8 +109,8 @@ def _batches(part: Part, layers: Sequence[AttentionLayer]) -> Iterator[dict[str,
         yield part.collate([part.features[i] for i in chosen[start : start + size]])
 
 
-def _samples(part: Part, most: int, count: int, special: Sequence[int]) -> list[tuple[Any, bool]]:
-    """A few examples, each with whether it was truncated for display; texts that fit are preferred."""
+def _samples(part: Part, most: int, count: int, special: Sequence[int]) -> list[Any]:
+    """A few examples, truncated for display; texts that fit are preferred."""
     order, lengths = part.order(), part.lengths()
     if short := [i for i in order if 4 <= lengths[i] <= most]:
         wanted = [most * (k + 1) // (count + 1) if count > 1 else most * 2 // 3 for k in range(count)]
@@ -122,29 +120,28 @@ def _samples(part: Part, most: int, count: int, special: Sequence[int]) -> list[
     return [_cut(part.collate([part.features[i]]), most, special) for i in dict.fromkeys(chosen)]
 
 
-def _cut(inputs: dict[str, Tensor], most: int, special: Sequence[int]) -> tuple[dict[str, Tensor], bool]:
-    """An example truncated to ``most`` tokens, and whether anything was cut. A special token at the end is kept."""
+def _cut(inputs: dict[str, Tensor], most: int, special: Sequence[int]) -> dict[str, Tensor]:
+    """An example truncated to ``most`` tokens. A special token at the end is kept."""
     ids, short = inputs.get("input_ids"), dict(inputs)
     ends = ids is not None and int(ids[0, -1]) in special
     for name, t in inputs.items():
         if t.ndim == 2 and t.shape[1] > most and (ids is not None or name == "labels"):
             whole = ids is not None and t.shape == ids.shape and ends
             short[name] = torch.cat([t[:, : most - 1], t[:, -1:]], dim=1) if whole else t[:, :most]
-    return short, any(short[name] is not t for name, t in inputs.items())
+    return short
 
 
 # -- the document ------------------------------------------------------------------------------------
 
 
 def _document(
-    loaded: LoadedModel, layers: Sequence[AttentionLayer], batches: Sequence[Any], samples: Sequence[tuple[Any, bool]],
+    loaded: LoadedModel, layers: Sequence[AttentionLayer], batches: Sequence[Any], samples: Sequence[Any],
     longest: int, seed: int,
 ) -> Heads:  # fmt: skip
-    started = time.monotonic()
     separators: list[Any] = [getattr(owner, "sep_token_id", None) for owner in (loaded.processor, loaded.config)]
     profiles = profile_heads(loaded.model, batches, layers, separators=separators, seed=seed)
     seen = [layer for layer in layers if layer.name not in profiles.unseen]
-    shown = [_sample(loaded, seen, inputs, profiles.grid, cut, longest) for inputs, cut in samples]
+    shown = [_sample(loaded, seen, inputs, profiles.grid, longest) for inputs in samples]
     unit = "tokens" if profiles.grid is None else "patches"
     described = tuple(
         LayerProfile(
@@ -154,7 +151,7 @@ def _document(
     )  # fmt: skip
     return Heads(
         examples=profiles.examples, tokens=profiles.tokens, repeated=profiles.repeated, unit=unit, layers=described,
-        samples=tuple(sample for sample in shown if sample.layers), seconds=round(time.monotonic() - started, 2),
+        samples=tuple(sample for sample in shown if sample.layers),
     )  # fmt: skip
 
 
@@ -164,7 +161,7 @@ def _rounded(profile: HeadProfile) -> HeadProfile:
 
 
 def _sample(
-    loaded: LoadedModel, layers: Sequence[AttentionLayer], inputs: Any, grid: Grid | None, cut: bool, longest: int
+    loaded: LoadedModel, layers: Sequence[AttentionLayer], inputs: Any, grid: Grid | None, longest: int
 ) -> Sample:
     """The attention of all layers in one example."""
     inputs = on_device(loaded.model, without_labels(loaded.model, inputs))
@@ -190,7 +187,7 @@ def _sample(
 
     with quiet(loaded.model), torch.no_grad():
         collect(loaded.model, layers, inputs, 1, keep)
-    return Sample(title=title, positions=positions, layers=tuple(held.values()), shortened=cut)
+    return Sample(title=title, positions=positions, layers=tuple(held.values()))
 
 
 Named = tuple[str, Positions]
@@ -272,39 +269,3 @@ def printable(text: str) -> str:
     """
     shown = {"\n": "⏎", "\t": "→", "\r": "␍", " ": "·"}
     return "".join(shown.get(c, c if c.isprintable() else chr(0x2400 + ord(c)) if ord(c) < 32 else "�") for c in text)
-
-
-# -- heads and roles in the document -----------------------------------------------------------------
-
-
-def head_named(heads: Heads, text: str) -> tuple[LayerProfile, int]:
-    """The layer and the number of a head such as ``L3.H7``.
-
-    Raises:
-        HeadPruneError: There is no such head, or its attention weights could not be read.
-    """
-    match = re.fullmatch(r"L(\d+)\.H(\d+)", text.strip(), re.IGNORECASE)
-    layer = next((a for a in heads.layers if match and a.index == int(match[1])), None)
-    if match is None or layer is None:
-        there = ", ".join(f"L{a.index}" for a in heads.layers)
-        raise HeadPruneError(f"{text!r} is no head of this model.", f"Write it as L3.H7; the layers are {there}.")
-    if layer.unseen:
-        raise HeadPruneError(f"{text}: {layer.unseen}", "Choose another layer.")
-    number, count = int(match[2]), len(layer.heads)
-    if number >= count:
-        raise HeadPruneError(f"Layer L{layer.index} has no head {number}.", f"It has {count}: 0 to {count - 1}.")
-    return layer, number
-
-
-def by_role(heads: Heads) -> list[tuple[str, list[tuple[str, int]], str]]:
-    """The roles, most frequent first, each with its heads (layer name, number) and the clearest of them, in words."""
-    members: dict[str, list[tuple[LayerProfile, int]]] = {}
-    for layer in heads.layers:
-        for h, profile in enumerate(layer.heads):
-            members.setdefault(profile.role, []).append((layer, h))
-    roles = []
-    for role, of_role in sorted(members.items(), key=lambda item: -len(item[1])):
-        layer, h = max(of_role, key=lambda head: head[0].heads[head[1]].clarity)
-        addresses = [(layer.name, h) for layer, h in of_role]
-        roles.append((role, addresses, f"L{layer.index}.H{h}: {layer.heads[h].because}"))
-    return roles

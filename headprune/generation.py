@@ -1,0 +1,70 @@
+"""A model's answers as texts that it generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from headprune.batches import is_out_of_memory
+from headprune.errors import HeadPruneError, first_line
+from headprune.inputs import unlabelled, writes
+
+_DEFAULT_LENGTHS = (None, 20)  # transformers' own, which no one chose
+
+
+class Generation:
+    """Texts that an encoder-decoder generates, by greedy or beam search, for metrics such as ``wer`` and ``bleu``.
+
+    Everything that is not given is as in the model's own ``generation_config``; but nothing is sampled, so that two
+    models can be compared. If neither says how long an answer may be, it may be half as long again as the longest
+    reference.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        references: The right text of every example, or several of which any is right, in the order of the batches.
+        max_new_tokens: Tokens of an answer, at most.
+        num_beams: Beams; 1 for greedy search.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        references: Sequence[Any],
+        *,
+        max_new_tokens: int | None = None,
+        num_beams: int | None = None,
+    ) -> None:
+        self.tokenizer, self.references = tokenizer, references
+        asked = {"max_new_tokens": max_new_tokens, "num_beams": num_beams}
+        self.options = {name: value for name, value in asked.items() if value is not None}
+
+    def read(self, model: nn.Module, batch: Any, first: int) -> list[str]:
+        """The texts for a batch of dicts.
+
+        Raises:
+            HeadPruneError: The model generates no texts, or not from these inputs.
+        """
+        if not writes(model):
+            raise HeadPruneError(f"{type(model).__name__} generates no texts.", "Choose a metric that needs none.")
+        generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
+        inputs = {k: v for k, v in unlabelled(batch).items() if not k.startswith("decoder_")}
+        try:
+            tokens = generate(**inputs, do_sample=False, **self._length(model), **self.options)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            message = f"{type(model).__name__} cannot generate ({type(error).__name__}: {first_line(error)})."
+            raise HeadPruneError(message, "Check --max-new-tokens, and the model's generation_config.json.") from error
+        texts: list[str] = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return [text.strip() for text in texts]
+
+    def _length(self, model: nn.Module) -> dict[str, int]:
+        config: Any = getattr(model, "generation_config", None)
+        chosen = getattr(config, "max_new_tokens", None) or getattr(config, "max_length", None) not in _DEFAULT_LENGTHS
+        if chosen or "max_new_tokens" in self.options:
+            return {}
+        texts = [t for each in self.references for t in ([each] if isinstance(each, str) else each)]
+        longest = max(len(ids) for ids in self.tokenizer(text_target=texts)["input_ids"])
+        return {"max_new_tokens": longest + longest // 2}

@@ -1,0 +1,189 @@
+"""A metric of a model's answers: its value, and its value without each example.
+
+Most metrics are no means over examples, so the error of a value is the jackknife's (Efron and Stein 1981, Ann. Stat.
+9:586), from the values without one example at a time. It needs no draws, and holds for any smooth function of the
+examples (docs/benchmarks.md, Intervals, has error rates and coverage).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headprune.errors import HeadPruneError, first_line
+
+LABELS, SEVERAL, TAGS = "a label for each example", "several labels at once", "a label for each token"
+NUMBERS, TEXTS = "numbers", "texts"
+GROUPS = 400
+"""The most groups that examples are left out in, where each value is computed anew."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A model's answers to examples, with the right ones.
+
+    Attributes:
+        form: `LABELS`, `SEVERAL`, `TAGS`, `NUMBERS` or `TEXTS`.
+        predictions: For each example a class, an array of 0 and 1 by class, an array of classes by token, a number, or a text.
+        references: The right answers, in the same form; for a text also a list of texts, any of which is right.
+        probabilities: ``[examples, classes]``, for `LABELS` and `SEVERAL`.
+        classes: The names of the classes, by number.
+    """
+
+    form: str
+    predictions: Sequence[Any]
+    references: Sequence[Any]
+    probabilities: np.ndarray | None = None
+    classes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.predictions)
+
+    def some(self, rows: Sequence[int]) -> Answers:
+        """The answers to some of the examples."""
+        predictions, references = ([values[i] for i in rows] for values in (self.predictions, self.references))
+        probabilities = None if self.probabilities is None else self.probabilities[rows]
+        return Answers(self.form, predictions, references, probabilities, self.classes)
+
+
+@dataclass(frozen=True)
+class Jackknife:
+    """A metric's values without some examples, from which its error is computed.
+
+    Attributes:
+        without: ``[groups]``, each without a group of examples: a single one, or of more than `GROUPS` examples every 400th.
+            NaN where the metric is not defined, such as without the only example of a class.
+        higher, width, lowest: As in `Metric`.
+    """
+
+    without: np.ndarray
+    higher: bool
+    width: float
+    lowest: float
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest value that the metric can have."""
+        return self.lowest, self.width if self.higher and self.width else float("inf")
+
+    @property
+    def deviations(self) -> np.ndarray:
+        """``[groups]``: how far each group moves the value, times the number of groups; their mean is 0.
+
+        A group without which the metric is not defined counts like the one that moves it most.
+        """
+        moves = (len(self.without) - 1) * (np.nanmean(self.without) - self.without)
+        return np.asarray(np.where(np.isnan(moves), np.nanmax(np.abs(moves)), moves))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a model's answers.
+
+    Attributes:
+        name: As ``--metric`` takes it.
+        forms: The forms of the answers that it compares; () for any.
+        score: Its value for some answers; may be NaN where it is not defined.
+        higher: Whether a higher value is better.
+        width: The distance from a useless to a perfect model: 1 or 100; 0 if there is no such scale.
+        lowest: The lowest value that it can have.
+        percent: Whether it is shown in per cent, and its changes in points.
+        relative: Whether its change is shown as a ratio minus 1.
+        chance: Its value for a model that knows nothing; None if that depends on the data.
+        ranks: Whether it uses probabilities, not only the predicted class.
+        sums: ``[examples, k]``, if the metric is a function ``of`` their sums: then leaving one out costs little.
+    """
+
+    name: str
+    forms: tuple[str, ...]
+    score: Callable[[Answers], float]
+    higher: bool = True
+    width: float = 1.0
+    lowest: float = 0.0
+    percent: bool = True
+    relative: bool = False
+    chance: float | None = None
+    ranks: bool = False
+    sums: Callable[[Answers], np.ndarray] | None = None
+    of: Callable[[np.ndarray], float] = float
+
+    def check(self, form: str) -> None:
+        """Refuse a form of answers that this metric does not compare.
+
+        Raises:
+            HeadPruneError: It compares others.
+        """
+        if self.forms and form not in self.forms:
+            message = f"{self.name} compares {' or '.join(self.forms)}, but this model's answers are {form or 'none of these'}."
+            raise HeadPruneError(message, "Choose another metric (docs/metrics.md lists them by task).")
+
+    def measure(self, answers: Answers) -> tuple[float, Jackknife]:
+        """The value, and the values without some examples.
+
+        Raises:
+            HeadPruneError: The metric compares other answers, or is not defined for these.
+        """
+        self.check(answers.form)
+        if answers.form == LABELS and len(only := {int(label) for label in answers.references}) == 1:
+            raise self._undefined(len(answers), f"all have the label {only.pop()}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of values that are not defined: they are NaN
+            try:
+                value, without = self._measure(answers)
+            except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+                raise self._undefined(len(answers), first_line(error)) from error
+        if not np.isfinite(value):
+            raise self._undefined(len(answers), f"it is {value}")
+        return value, self.jackknife(without)
+
+    def jackknife(self, without: np.ndarray) -> Jackknife:
+        """The metric's values without some examples, ``[groups]``, with its scale."""
+        return Jackknife(without, self.higher, self.width, self.lowest)
+
+    def _measure(self, answers: Answers) -> tuple[float, np.ndarray]:
+        if self.sums is not None:
+            sums = self.sums(answers)
+            total = sums.sum(axis=0)
+            return self.of(total), np.array([self.of(total - own) for own in sums])
+        count = len(answers)
+        group_of = np.arange(count) % min(count, GROUPS)
+        if answers.form == LABELS and not self.ranks:  # without either of two equal answers the value is the same
+            pairs = list(zip(answers.predictions, answers.references, strict=True))
+            kinds = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+            if len(kinds) <= GROUPS:
+                first = [pairs.index(kind) for kind in kinds]
+                values = [self._score_or_nan(answers.some([i for i in range(count) if i != one])) for one in first]
+                return float(self.score(answers)), np.array([values[kinds[pair]] for pair in pairs])
+        rest = (np.flatnonzero(group_of != group).tolist() for group in range(group_of.max() + 1))
+        return float(self.score(answers)), np.array([self._score_or_nan(answers.some(rows)) for rows in rest])
+
+    def _score_or_nan(self, answers: Answers) -> float:
+        try:
+            return float(self.score(answers)) if len(answers) else float("nan")
+        except (ValueError, ZeroDivisionError):
+            return float("nan")
+
+    def _undefined(self, examples: int, why: str) -> HeadPruneError:
+        return HeadPruneError(
+            f"{self.name} is not defined on these {examples:,} examples: {why}.",
+            "Report on other or more examples (--report-split, --report-limit), or choose another metric.",
+        )
+
+
+def by_sums(sums: Callable[[Answers], np.ndarray], of: Callable[[np.ndarray], float]) -> dict[str, Any]:
+    """The fields of a `Metric` that is a function of sums over examples."""
+    return {"score": lambda answers: of(sums(answers).sum(axis=0)), "sums": sums, "of": of}
+
+
+def ratio(sums: np.ndarray) -> float:
+    """The first of two sums, divided by the second; NaN if that is 0."""
+    return float(sums[0] / sums[1]) if sums[1] else float("nan")
+
+
+def library_missing(metric: str, library: str) -> HeadPruneError:
+    """The error where a metric's library is not installed."""
+    return HeadPruneError(f"{metric} needs {library}, which is not installed.", 'pip install "headprune[metrics]"')
