@@ -2,7 +2,8 @@
 
 The harness says what each document contributes. Where the mean, the perplexity or the bits per byte that are
 computed from these contributions are the harness's own figure, `headprune.evaluation` gives their intervals and changes.
-Other figures, such as BLEU or a mean over groups of tasks, are shown without.
+Those of F1, Matthews' correlation, BLEU and the like are the jackknife's, from the harness's figure without some of the
+documents. Other figures, such as a mean over groups of tasks, are shown without.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from headprune.app.models import LoadedModel
 from headprune.app.options import TaskOptions
 from headprune.errors import HeadPruneError, explained, first_line
 from headprune.evaluation import Measurement, value_of
+from headprune.metrics import Jackknife
 from headprune.running import Progress
 
 _CLOSE = 1e-9  # relative: how near a figure computed here must be to the harness's own
@@ -93,9 +95,14 @@ def facts_of(tasks: Sequence[Any]) -> list[Any]:
     Args:
         tasks: From `load_tasks`.
     """
-    leaves = [leaf for task in tasks for leaf in (task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task])]
+    leaves = _tasks_in(tasks)
     documents = [str(getattr(leaf.eval_docs, "_fingerprint", list(leaf.eval_docs))) for leaf in leaves]
     return [[str(leaf.dump_config()) for leaf in leaves], documents, importlib.metadata.version("lm_eval")]
+
+
+def _tasks_in(tasks: Sequence[Any]) -> list[Any]:
+    """The tasks, those of groups included."""
+    return [leaf for task in tasks for leaf in (task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task])]
 
 
 def check_model(loaded: LoadedModel) -> None:
@@ -139,7 +146,8 @@ def run_tasks(
         raise explained(error) or HeadPruneError(
             message, "Try one task after the other, and --task-limit 2."
         ) from error
-    metrics = {name: _metrics_of(name, results) for name in results["results"]}
+    ways = {leaf.task_name: leaf.aggregation() for leaf in _tasks_in(tasks)}
+    metrics = {name: _metrics_of(name, results, ways.get(name, {})) for name in results["results"]}
     return {name: of_task for name, of_task in metrics.items() if of_task}  # a group may have no figure of its own
 
 
@@ -163,7 +171,7 @@ def _value(model: str, own: TaskMetric, first: TaskMetric | None) -> MetricValue
     kinds = {own.kind, first.kind if first else own.kind}
     kind = "loss" if kinds == {"accuracy", "loss"} else own.kind  # shares that another model's values exceed
     if "" in kinds:
-        why = "the figure is no mean over documents, so it has no interval here."
+        why = "how the figure comes from the documents is not known, so it has no interval."
         return MetricValue(model=model, metric=own.name, kind="loss", value=own.measurement.metrics[own.name], note=why)
     alike = first is None or first.documents == own.documents
     note = "" if alike else "the models were asked about different documents, so they are not compared."
@@ -176,8 +184,12 @@ def _value(model: str, own: TaskMetric, first: TaskMetric | None) -> MetricValue
     return replace(value, change=replace(change, verdict=up if change.value > 0 else down))
 
 
-def _metrics_of(name: str, results: Mapping[str, Any]) -> list[TaskMetric]:
-    """The metrics of a task, or of a group, with the contributions of its documents."""
+def _metrics_of(name: str, results: Mapping[str, Any], ways: Mapping[str, Any]) -> list[TaskMetric]:
+    """The metrics of a task, or of a group, with the contributions of its documents.
+
+    Args:
+        ways: How a task's metrics come from these contributions: functions, by metric.
+    """
     leaves, metrics = _leaves(name, results["group_subtasks"]), []
     for key, value in results["results"][name].items():
         metric, _, chosen = key.partition(",")
@@ -190,7 +202,11 @@ def _metrics_of(name: str, results: Mapping[str, Any]) -> list[TaskMetric]:
             if sample["filter"] == chosen and metric in sample
         ]
         title = metric if chosen == "none" else f"{metric} ({chosen})"
-        kind, measurement = _measurement_of(title, float(value), [contribution for _, contribution in samples])
+        contributions = [contribution for _, contribution in samples]
+        kind, measurement = _measurement_of(title, float(value), contributions)
+        if not kind and (jackknife := _jackknife(ways.get(metric), contributions)) is not None:
+            kind, known = "loss", {"loss": jackknife}
+            measurement = replace(measurement, metrics={title: float(value), "loss": float(value)}, jackknife=known)
         better = results["higher_is_better"].get(name, {}).get(metric)
         metrics.append(TaskMetric(title, kind, better, measurement, tuple(document for document, _ in samples)))
     return metrics
@@ -225,6 +241,29 @@ def _measurement_of(title: str, value: float, contributions: Sequence[Any]) -> t
         if math.isclose(own, value, rel_tol=_CLOSE, abs_tol=1e-12):
             return kind, Measurement(metrics, each, each, weights)
     return "", Measurement(metrics, np.full(size, math.nan), np.full(size, math.nan), ones)
+
+
+_SMOOTH = (
+    "f1_score",
+    "matthews_corrcoef",
+    "bleu",
+    "chrf",
+    "chrfpp",
+    "ter",
+    "brier_score",
+)  # the jackknife holds for these
+_GROUPS = 100  # of documents that are left out in turn: BLEU is slow
+
+
+def _jackknife(way: Any, contributions: Sequence[Any]) -> Jackknife | None:
+    """A figure without some of the documents, for one of the harness's own smooth functions of them all; None for others."""
+    from lm_eval.api import metrics
+
+    if len(contributions) < 2 or way is None or way not in [getattr(metrics, name, None) for name in _SMOOTH]:
+        return None
+    groups = min(len(contributions), _GROUPS)
+    rest = ([c for i, c in enumerate(contributions) if i % groups != left] for left in range(groups))
+    return Jackknife(np.array([float(way(some)) for some in rest]), higher=True, width=0.0, lowest=-math.inf)
 
 
 @contextmanager
