@@ -224,7 +224,8 @@ def _affordable(
             work[name] = cost
         chosen[name] = strategy, scores
     # Statistics, and the first measurement of effects, are made once for all.
-    if costs := [cost for cost in work.values() if cost.left_out is None]:
+    made = [name for name in chosen if trials.store.known(f"order {name}") is not None]
+    if costs := [cost for name, cost in work.items() if cost.left_out is None and name not in made]:
         console.say(f"Planning will take about {max(costs, key=lambda cost: cost.passes)}.")
     return chosen, work
 

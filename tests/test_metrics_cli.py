@@ -202,8 +202,9 @@ def test_a_run_is_about_the_first_metric(name: str, metric: str, here: Path, bri
     """From the first sentence to the answers that changed."""
     written(here, name)
     asked = ["--metric", metric, "--metric", "loss"] if metric else []
-    run("prune", "m", "-d", "d", "-s", "one-shot", "-k", 4, "-o", "run", *asked)
+    run("prune", "m", "-d", "d", "-s", "one-shot", "-k", 4, "-k", 6, "-o", "run", *asked)
     found, report = metrics_of(here / "run"), (here / "run" / "report.md").read_text()
+    assert "|\nWith" not in report  # a table ends before the next one's title
     budget, first = found["budgets"][0], metric or "spearman"
     assert found["metric"] == budget["change"]["metric"] == first
     assert first in report.splitlines()[2]
@@ -214,8 +215,8 @@ def test_a_run_is_about_the_first_metric(name: str, metric: str, here: Path, bri
         assert answer["reference"][0] in json.dumps(
             [json.loads(line) for line in (here / "d/test.jsonl").open()][answer["row"]]
         )
-    again = json.loads(run("evaluate", "m", "run", "-d", "d", "--json", *asked).stdout)["tables"][0]["values"]
-    change = next(v["change"] for v in again if v["metric"] == first and v["model"] == "run")
+    again = json.loads(run("evaluate", "m", "run/pruned-4", "-d", "d", "--json", *asked).stdout)["tables"][0]["values"]
+    change = next(v["change"] for v in again if v["metric"] == first and v["model"] == "run/pruned-4")
     assert change["value"] == pytest.approx(budget["change"]["value"])
 
 

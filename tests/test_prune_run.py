@@ -6,13 +6,14 @@ from pathlib import Path
 from random import Random
 from traceback import walk_stack
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers as tf
 
 import headprune as hp
-from tests.support.commands import PRUNE, metrics_of, run
+from tests.support.commands import PRUNE, metrics_of, run, stderr_of
 from tests.support.folders import WORDS, common, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 
@@ -65,6 +66,22 @@ def test_orders_are_compared_and_the_used_one_is_drawn(bert_folder: Path, data_f
     assert asked["dense"] == [8]
     assert len([point for point in curve if point["method"] == "random"]) == 9
     assert planning["work"]["re-scored"]["passes"] > planning["work"]["compensated"]["passes"] > 0
+
+
+def test_later_budgets_need_no_search(scored: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finished run has its orders, whose plans are nested; for fewer heads, or another search, they are made anew."""
+    run(*PRUNE, 6, "-k", 3, "-o", "first", "--scores", scored)
+    monkeypatch.setattr("headprune.plan_search.arrange", Mock(side_effect=hp.HeadPruneError("searched", "")))
+    for again in (["-o", "second"], ["--dry-run"]):
+        result = run(*PRUNE, 4, "--scores", "first", *again)
+    assert "4" in result.stdout
+    drops = [metrics_of(here / f)["budgets"] for f in ("first", "second")]
+    (six, two), (four,) = ([{(n, h) for n, heads in b["drop"].items() for h in heads} for b in own] for own in drops)
+    assert six < four < two
+    assert (here / "first/orders.json").read_text() == (here / "second/orders.json").read_text()
+    for other in (["--no-resume"], ["--no-repair"], ["--protect", "L0.H1"]):
+        assert "searched" in stderr_of(*PRUNE, 4, "--scores", "first", "-o", "third", *other, code=1)
+    assert "searched" in stderr_of(*PRUNE, 1, "--scores", "second", "-o", "third", code=1)
 
 
 @pytest.mark.parametrize(("words", "lengths"), [(7, [9, 36]), (14, [16, 32]), (28, [30])])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from headprune import __version__
-from headprune.app.documents import Environment, Heads, Metrics, ReportValues, Run
+from headprune.app.documents import Environment, Heads, Metrics, Orders, ReportValues, Run
 from headprune.app.folders import Folder
 from headprune.errors import HeadPruneError, check_link
 from headprune.files import CHECKSUM, digest, stored_checksum
@@ -24,7 +24,7 @@ from headprune.scoring.scores import HeadScores, load_scores
 REPORTS = Path("reports")
 # A run's files, all replaced by a new run.
 PARTS = (
-    "scores.json", "run.json", "metrics.json", "heads.json", "report.npz", "plan*.json", "pruned-*", "report.md", "report.html",
+    "scores.json", "run.json", "metrics.json", "heads.json", "orders.json", "report.npz", "plan*.json", "pruned-*", "report.md", "report.html",
     "importance.png", "tradeoff.png", "heads.png",
 )  # fmt: skip
 
@@ -47,6 +47,7 @@ class RunFolder(Folder):
     run_path = _file("run.json")
     metrics_path = _file("metrics.json")
     heads_path = _file("heads.json")
+    orders_path = _file("orders.json")
     values_path = _file("report.npz")
     report_path = _file("report.md")
     page_path = _file("report.html")
@@ -72,6 +73,9 @@ class RunFolder(Folder):
 
     def read_metrics(self) -> Metrics | None:
         return self._read(self.metrics_path, Metrics.read) if self.pruned else None
+
+    def read_orders(self) -> Orders | None:
+        return self._read(self.orders_path, Orders.read) if self.orders_path.exists() else None
 
     def read_heads(self) -> Heads | None:
         return self._read(self.heads_path, Heads.read) if self.heads_path.exists() else None
@@ -101,7 +105,7 @@ class RunFolder(Folder):
 
     def write_run(self, run: Run) -> None:
         """Write run.json, after the documents beside it, which it names by their checksums."""
-        documents = (self.scores_path, self.metrics_path, self.heads_path, self.values_path)
+        documents = (self.scores_path, self.metrics_path, self.heads_path, self.orders_path, self.values_path)
         stamps = {path.name: _stamp(path) for path in documents}
         replace(run, checksums={name: stamp for name, stamp in stamps.items() if stamp}).write(self.run_path)
 

@@ -155,6 +155,8 @@ def options_of(
         data = replace(data, seed=own["seed"])
     base = Options("", DataOptions()) if source is None else source.read_run().options
     data, loading = over(base.data, data, typed), over(base.loading, loading, typed)
+    if "measuring" in own:
+        own["measuring"] = over(base.measuring, own["measuring"], typed)
     options = replace(base, model=model or base.model, data=data, loading=loading, **own)
     options.check()
     return options

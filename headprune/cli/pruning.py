@@ -158,7 +158,7 @@ def prune(
         options = options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
         return PruneConfig(
             options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), more.finetune, methods, source,
-            more.export, tasks,
+            writing.no_resume, more.export, tasks,
         )  # fmt: skip
 
     try:

@@ -14,6 +14,7 @@ from headprune.documents import Beside, Count, File
 from headprune.evaluation import Change
 from headprune.latency import GenerationRow, LatencyRow
 from headprune.plan_search import ComparedOrder
+from headprune.planning import Order
 from headprune.planning.strategies import Effort, Work
 from headprune.repairing import Repair
 from headprune.surgery import Proof
@@ -317,6 +318,23 @@ class TimeParts:
 
 DISTURBED = 1.5
 """The factor between two timings of one model beyond which one of them was disturbed; undisturbed ones differ by less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders(File):
+    """The orders of removal that a search made: each holds a plan for any number of heads, so later budgets need no search.
+
+    Attributes:
+        made_from: A digest of everything that they depend on.
+        fewest: The smallest number of kept heads that they were made for.
+        orders: By name.
+    """
+
+    kind: ClassVar[str] = "orders"
+
+    made_from: str
+    fewest: Count
+    orders: dict[str, Order]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,18 +71,21 @@ def cost_of_scores(scene: Scene) -> Cost:
     return Cost(passes, seconds + _REPORT, len(scene.parts.score))
 
 
-def cost_of_pruning(scene: Scene, config: PruneConfig, scores: Sequence[HeadScores] = ()) -> Cost:
+def cost_of_pruning(
+    scene: Scene, config: PruneConfig, scores: Sequence[HeadScores] = (), *, planned: bool = False
+) -> Cost:
     """The cost of `prune_run`.
 
     Args:
         scores: The scores that exist already.
+        planned: Whether the orders of removal exist already, too.
     """
     batches, parts = list(scene.parts.score.batches()), scene.parts
     forward, back = _pace(scene.model, batches)
     trials, methods = trials_of(scene, config), config.methods_to_score
     choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
     orders, plans = 0 if config.plan else 2 + len(methods or scores), max(1, len(config.search.budgets))
-    planning = 0.0 if config.plan else plan_search.passes_of(config.search, scores, trials)
+    planning = 0.0 if config.plan or planned else plan_search.passes_of(config.search, scores, trials)
     scoring = sum(_passes(method, scene, len(batches)) for method in methods)
     points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * (plans + 1)
     passes = scoring + planning + points * choose + report * (1 + _MEASURED * plans)

@@ -122,8 +122,9 @@ def plan_run(config: search.PruneConfig, console: Console) -> tuple[list[HeadSco
     """The existing scores, and the plans that `prune_run` would carry out; nothing is written."""
     scores = config.read_scores()
     scene = open_to_prune(config, scores, console)
-    announce(console, lambda: cost_of_pruning(scene, config, scores))
-    trials = search.trials_of(scene, config)
+    known = search.known_orders(config, scene, scores, console)
+    announce(console, lambda: cost_of_pruning(scene, config, scores, planned=known is not None))
+    trials = search.trials_of(scene, config, known=known)
     return scores, search.search_or_plan(scene, config, config.candidates(scores), trials, console)
 
 
@@ -163,7 +164,8 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     if half := scene.loaded.stored:
         console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
     run = run_document(scene, folder) if source is None else run_after(source.read_run(), scene, folder)
-    announce(console, lambda: cost_of_pruning(scene, config, scores))
+    known = search.known_orders(config, scene, scores, console)
+    announce(console, lambda: cost_of_pruning(scene, config, scores, planned=known is not None))
     scored = Store()
     if source is None:
         scores, scored = score_all(scene, config.methods_to_score, folder, console)
@@ -176,7 +178,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     assert store.folder is not None
     content = runs.RunFolder(store.folder / "content")
     environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
-    trials = search.trials_of(scene, config, store)
+    trials = search.trials_of(scene, config, store, known)
     context = results.PruneContext(config, scene, trials, store, content, console, environment)
     if scene.measures.further:  # one that is not defined here must not stop the run in its last minute
         context.measure("dense", scene.model)
@@ -200,6 +202,8 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
         for i, fit in enumerate(result.fits):
             fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
         metrics.write(content.metrics_path)
+        if config.plan is None:
+            (known or search.orders_document(config, scene, candidates, result)).write(content.orders_path)
         documents.ReportValues.of(scene.parts.report, measured).write(content.values_path)
         # Last, since it names the other documents by their checksums.
         content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 from headprune import plan_search
-from headprune.app.documents import Planning, Point
+from headprune.app.documents import Orders, Planning, Point
 from headprune.app.options import Options, TaskOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.scene import Console, Scene, budget_input
 from headprune.budgets import Budget, Fit, Subject
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import interval, measurable
+from headprune.fingerprint import fingerprint, versions
+from headprune.inputs import model_device
 from headprune.options import SearchOptions
 from headprune.planning import AUTO, Order, Search, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
 from headprune.running import tracked
 from headprune.scoring import HeadScores, score
-from headprune.store import Store
+from headprune.store import Store, digest
 from headprune.trials import Trials
 
 
@@ -36,6 +39,7 @@ class PruneConfig:
         methods: Scores to plan by, with their settings (`headprune.scoring.base.method_and_settings`); with a ``source``, () takes
             all of its scores but random.
         source: The run whose scores to use; None scores first, if the search needs scores.
+        anew: Whether to search although there are orders of the same search.
         exports: Formats to write the pruned models in as well, names of `headprune.exporting.FORMATS`.
         tasks: Tasks of lm-evaluation-harness to measure the dense and the pruned models on.
     """
@@ -47,6 +51,7 @@ class PruneConfig:
     finetune: float = 0.0
     methods: Sequence[str] = ()
     source: RunFolder | None = None
+    anew: bool = False
     exports: Sequence[str] = ()
     tasks: TaskOptions = field(default_factory=TaskOptions)
 
@@ -145,13 +150,17 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
 RANDOM_DRAWS = 3
 
 
-def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None) -> Trials:
-    """The `Trials` of plans on the scene's choosing part."""
-    return Trials(
+def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None, known: Orders | None = None) -> Trials:
+    """The `Trials` of plans on the scene's choosing part; ``known`` orders are not made again."""
+    biases = plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers)
+    trials = Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
-        repair=config.search.repair, biases=plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers), metric=scene.measures.for_plans,
-        store=store or Store(),
+        repair=config.search.repair, biases=biases, metric=scene.measures.for_plans, store=store or Store(),
     )  # fmt: skip
+    orders = known.orders if known else {}
+    for name in orders:
+        trials.store.get(f"order {name}", partial(orders.__getitem__, name))
+    return trials
 
 
 def search_or_plan(
@@ -168,6 +177,43 @@ def search_or_plan(
         )
     config.plan.check_model(scene.model)
     return plan_search.SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
+
+
+def known_orders(config: PruneConfig, scene: Scene, scores: Sequence[HeadScores], console: Console) -> Orders | None:
+    """The orders of the run that the scores are from, if a search for these budgets would make the like; else None."""
+    source = config.source
+    if source is None or config.plan is not None or config.anew:
+        return None
+    known, counts = source.read_orders(), _counts(config, scene)
+    if known is None or known.made_from != _made_from(config, scene, config.candidates(scores)):
+        return None
+    if not all(count is not None and count >= known.fewest for count in counts):
+        return None
+    console.say(f"Heads go in the orders that were made for {source.path} (--no-resume searches anew).")
+    return known
+
+
+def orders_document(
+    config: PruneConfig, scene: Scene, scores: Sequence[HeadScores], result: plan_search.SearchResult
+) -> Orders:
+    """The orders of a search, for later budgets."""
+    total = sum(layer.num_heads for layer in scene.maskable)
+    levels = plan_search.levels_of(total, [count for count in _counts(config, scene) if count is not None])
+    return Orders(made_from=_made_from(config, scene, scores), fewest=min(levels), orders=dict(result.orders))
+
+
+def _counts(config: PruneConfig, scene: Scene) -> list[int | None]:
+    total = sum(layer.num_heads for layer in scene.maskable)
+    return [budget.heads(total) for budget in config.search.budgets]
+
+
+def _made_from(config: PruneConfig, scene: Scene, scores: Sequence[HeadScores]) -> str:
+    """A digest of everything that orders of removal depend on, but for the budgets."""
+    parts = [part.content_hash for part in (scene.parts.score, scene.parts.choose)]
+    by_groups = any(budget.by_groups for budget in config.search.budgets)
+    options, device = asdict(replace(config.search, budgets=())), model_device(scene.model).type
+    facts = [versions(), device, scene.options.loading.dtype, scene.options.data.batch_size, options, parts, by_groups]
+    return digest(facts, [s.to_json() for s in scores], fingerprint(scene.model))
 
 
 def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> Subject:
