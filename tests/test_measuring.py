@@ -62,7 +62,7 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data, asked = write_jsonl(folder / "tasks" / "rows.jsonl", rows), {"data": "", "more": "doc_to_choice: choices"}
     asked |= {"data": data, "kind": "multiple_choice", "text": "{{text}}", "target": "answer"}
     rolling = {"data": data, "kind": "loglikelihood_rolling", "text": "", "target": "{{text}}", "more": ""}
-    writing = "generation_kwargs: {max_gen_toks: 3, until: [x]}\nmetric_list: [{metric: bleu}]"
+    writing = "generation_kwargs: {max_gen_toks: 8, until: [x]}\nmetric_list: [{metric: bleu}]"
     texts = {
         "choice": TASK.format(name="choice", **asked), "twin": TASK.format(name="twin", **asked), "both": GROUP,
         "uneven": GROUP.replace("both", "uneven").replace("[choice, twin]", "[few, other]").replace("true", "false"),
@@ -93,7 +93,7 @@ def bleu_of(pairs: list[tuple[str, str]]) -> float:
 @torch.no_grad()
 def test_tasks_are_the_sums_of_their_documents(writers: Path) -> None:
     names = [str(writers / name) for name in ("dense", "pruned")]
-    own = ["--include-path", writers / "tasks", "-b", 3]
+    own = ["--include-path", writers / "tasks", "-b", 1]
     values = changes(["evaluate", *names, "--tasks", "both,uneven,rolling,writing", *own])
     docs = [json.loads(line) for line in (writers / "tasks" / "rows.jsonl").read_text().splitlines()]
     encode = tokenizer().convert_tokens_to_ids
@@ -126,7 +126,7 @@ def test_tasks_are_the_sums_of_their_documents(writers: Path) -> None:
     for name in names:
         model, words_of = hp.load(name), tf.AutoTokenizer.from_pretrained(name)
         asked = [words_of(text, return_tensors="pt") for text in texts]
-        ids = [model.generate(**a, max_new_tokens=3, do_sample=False, eos_token_id=[3])[0] for a in asked]
+        ids = [model.generate(**a, max_new_tokens=8, do_sample=False, eos_token_id=[2, 3])[0] for a in asked]
         new = [own[a["input_ids"].shape[1] :] for own, a in zip(ids, asked, strict=True)]
         pairs = [*zip(words_of.batch_decode(new, skip_special_tokens=True), texts, strict=True)]
         without = [bleu_of(pairs[:i] + pairs[i + 1 :]) for i in range(len(docs))]
@@ -134,6 +134,7 @@ def test_tasks_are_the_sums_of_their_documents(writers: Path) -> None:
         score.append(bleu_of(pairs))
     bleu, half = values["writing", "bleu", names[1]], paired(moves[1] - moves[0], ones)[2]
     assert (bleu["value"], bleu["change"]["value"]) == pytest.approx((score[1], score[1] - score[0]))
+    assert bleu["low"] >= 0 < half
     assert bleu["change"]["high"] - bleu["change"]["value"] == pytest.approx(half)
     assert "is not known" in values["uneven", "acc", names[1]]["note"]
     first = changes(["evaluate", names[0], "--tasks", "choice", *own, "--task-limit", 7])

@@ -243,15 +243,11 @@ def _measurement_of(title: str, value: float, contributions: Sequence[Any]) -> t
     return "", Measurement(metrics, np.full(size, math.nan), np.full(size, math.nan), ones)
 
 
-_SMOOTH = (
-    "f1_score",
-    "matthews_corrcoef",
-    "bleu",
-    "chrf",
-    "chrfpp",
-    "ter",
-    "brier_score",
-)  # the jackknife holds for these
+# Functions of all documents for which the jackknife holds: `higher`, `width` and `lowest` of a `headprune.metrics.Metric`.
+_SMOOTH = {
+    "f1_score": (True, 1.0, 0.0), "matthews_corrcoef": (True, 1.0, -1.0), "bleu": (True, 100.0, 0.0), "chrf": (True, 100.0, 0.0),
+    "chrfpp": (True, 100.0, 0.0), "ter": (False, 0.0, 0.0), "brier_score": (False, 0.0, 0.0),
+}  # fmt: skip
 _GROUPS = 100  # of documents that are left out in turn: BLEU is slow
 
 
@@ -259,11 +255,12 @@ def _jackknife(way: Any, contributions: Sequence[Any]) -> Jackknife | None:
     """A figure without some of the documents, for one of the harness's own smooth functions of them all; None for others."""
     from lm_eval.api import metrics
 
-    if len(contributions) < 2 or way is None or way not in [getattr(metrics, name, None) for name in _SMOOTH]:
+    scale = next((scale for name, scale in _SMOOTH.items() if way is getattr(metrics, name, None)), None)
+    if way is None or scale is None or len(contributions) < 2:
         return None
     groups = min(len(contributions), _GROUPS)
     rest = ([c for i, c in enumerate(contributions) if i % groups != left] for left in range(groups))
-    return Jackknife(np.array([float(way(some)) for some in rest]), higher=True, width=0.0, lowest=-math.inf)
+    return Jackknife(np.array([float(way(some)) for some in rest]), *scale)
 
 
 @contextmanager
