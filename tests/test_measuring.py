@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from sacrebleu import corpus_bleu
 from scipy.stats import t as student
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
@@ -61,13 +62,17 @@ def writers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data, asked = write_jsonl(folder / "tasks" / "rows.jsonl", rows), {"data": "", "more": "doc_to_choice: choices"}
     asked |= {"data": data, "kind": "multiple_choice", "text": "{{text}}", "target": "answer"}
     rolling = {"data": data, "kind": "loglikelihood_rolling", "text": "", "target": "{{text}}", "more": ""}
-    writing = "generation_kwargs: {max_gen_toks: 3, until: [x]}\nmetric_list: [{metric: bleu}]"
+    writing = "generation_kwargs: {max_gen_toks: 8, until: [x]}\nmetric_list: [{metric: bleu}]"
     texts = {
         "choice": TASK.format(name="choice", **asked), "twin": TASK.format(name="twin", **asked), "both": GROUP,
+        "uneven": GROUP.replace("both", "uneven").replace("[choice, twin]", "[few, other]").replace("true", "false"),
+        "few": TASK.format(name="few", **asked | {"more": "doc_to_choice: choices\nprocess_docs: !function few.few"}),
+        "other": TASK.format(name="other", **asked),
         "rolling": TASK.format(name="rolling", **rolling),
         "writing": TASK.format(name="writing", **rolling | {"kind": "generate_until", "text": "{{text}}", "more": writing}),
         "gone": TASK.format(name="gone", **asked | {"data": "gone.jsonl"}),
     }  # fmt: skip
+    (folder / "tasks" / "few.py").write_text("def few(docs):\n    return docs.select(range(6))\n")
     for name, text in texts.items():
         (folder / "tasks" / f"{name}.yaml").write_text(text)
     return folder
@@ -80,11 +85,16 @@ def likelihood(model: Any, before: list[int], after: list[int]) -> float:
     )
 
 
+def bleu_of(pairs: list[tuple[str, str]]) -> float:
+    written, right = zip(*pairs, strict=True)
+    return corpus_bleu(list(written), [list(right)]).score
+
+
 @torch.no_grad()
 def test_tasks_are_the_sums_of_their_documents(writers: Path) -> None:
     names = [str(writers / name) for name in ("dense", "pruned")]
-    own = ["--include-path", writers / "tasks", "-b", 3]
-    values = changes(["evaluate", *names, "--tasks", "both,rolling,writing", *own])
+    own = ["--include-path", writers / "tasks", "-b", 1]
+    values = changes(["evaluate", *names, "--tasks", "both,uneven,rolling,writing", *own])
     docs = [json.loads(line) for line in (writers / "tasks" / "rows.jsonl").read_text().splitlines()]
     encode = tokenizer().convert_tokens_to_ids
     right, lost = [], []
@@ -112,9 +122,21 @@ def test_tasks_are_the_sums_of_their_documents(writers: Path) -> None:
     by_hand = tuple(map(math.expm1, paired(lost[1] - lost[0], words)))
     assert (change["value"], change["low"], change["high"]) == pytest.approx(by_hand, rel=1e-4)
     assert change["verdict"] == ("worse" if by_hand[1] > 0 else "better" if by_hand[2] < 0 else "no measurable change")
-    bleu = values["writing", "bleu", names[1]]
-    assert bleu["low"] is None
-    assert "no mean over documents" in bleu["note"]
+    texts, moves, score = [doc["text"] for doc in docs], [], []
+    for name in names:
+        model, words_of = hp.load(name), tf.AutoTokenizer.from_pretrained(name)
+        asked = [words_of(text, return_tensors="pt") for text in texts]
+        ids = [model.generate(**a, max_new_tokens=8, do_sample=False, eos_token_id=[2, 3])[0] for a in asked]
+        new = [own[a["input_ids"].shape[1] :] for own, a in zip(ids, asked, strict=True)]
+        pairs = [*zip(words_of.batch_decode(new, skip_special_tokens=True), texts, strict=True)]
+        without = [bleu_of(pairs[:i] + pairs[i + 1 :]) for i in range(len(docs))]
+        moves.append((len(docs) - 1) * (np.mean(without) - np.array(without)))
+        score.append(bleu_of(pairs))
+    bleu, half = values["writing", "bleu", names[1]], paired(moves[1] - moves[0], ones)[2]
+    assert (bleu["value"], bleu["change"]["value"]) == pytest.approx((score[1], score[1] - score[0]))
+    assert bleu["low"] >= 0 < half
+    assert bleu["change"]["high"] - bleu["change"]["value"] == pytest.approx(half)
+    assert "is not known" in values["uneven", "acc", names[1]]["note"]
     first = changes(["evaluate", names[0], "--tasks", "choice", *own, "--task-limit", 7])
     assert first["choice", "acc", names[0]]["value"] == pytest.approx(right[0][:7].mean())
 
@@ -188,6 +210,7 @@ def test_other_tokenizers_are_paired_by_row(runs: Path, data_folder: Path) -> No
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     letters = tf.PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="#", unk_token="?", model_max_length=32)
     hp.save(randomise(tf.BertForSequenceClassification(tf.BertConfig(**common()))), "letters", processor=letters)
+    Path("run.json").write_text("{}")  # not of a run of ours
     values = changes(["evaluate", runs / "a", "letters", "-d", data_folder, "-L", 40])
     by_hand = paired(correct(Path("letters")) - correct(runs / "a" / "pruned-3"), np.ones(40), 1.0)
     change = values[str(data_folder), "accuracy", "letters"]["change"]

@@ -2,7 +2,8 @@
 
 The harness says what each document contributes. Where the mean, the perplexity or the bits per byte that are
 computed from these contributions are the harness's own figure, `headprune.evaluation` gives their intervals and changes.
-Other figures, such as BLEU or a mean over groups of tasks, are shown without.
+Those of F1, Matthews' correlation, BLEU and the like are the jackknife's, from the harness's figure without some of the
+documents. Other figures, such as a mean over groups of tasks, are shown without.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,12 @@ from headprune.app.models import LoadedModel
 from headprune.app.options import TaskOptions
 from headprune.errors import HeadPruneError, explained, first_line
 from headprune.evaluation import Measurement, value_of
+from headprune.metrics import Jackknife
 from headprune.running import Progress
 
 _CLOSE = 1e-9  # relative: how near a figure computed here must be to the harness's own
 _MODELS = ("causal-lm", "seq2seq")
+_VERDICTS = {True: ("better", "worse"), False: ("worse", "better"), None: ("higher", "lower")}  # by higher_is_better
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,14 @@ def facts_of(tasks: Sequence[Any]) -> list[Any]:
     Args:
         tasks: From `load_tasks`.
     """
-    leaves = [leaf for task in tasks for leaf in (task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task])]
+    leaves = _tasks_in(tasks)
     documents = [str(getattr(leaf.eval_docs, "_fingerprint", list(leaf.eval_docs))) for leaf in leaves]
     return [[str(leaf.dump_config()) for leaf in leaves], documents, importlib.metadata.version("lm_eval")]
+
+
+def _tasks_in(tasks: Sequence[Any]) -> list[Any]:
+    """The tasks, those of groups included."""
+    return [leaf for task in tasks for leaf in (task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task])]
 
 
 def check_model(loaded: LoadedModel) -> None:
@@ -138,7 +146,8 @@ def run_tasks(
         raise explained(error) or HeadPruneError(
             message, "Try one task after the other, and --task-limit 2."
         ) from error
-    metrics = {name: _metrics_of(name, results) for name in results["results"]}
+    ways = {leaf.task_name: leaf.aggregation() for leaf in _tasks_in(tasks)}
+    metrics = {name: _metrics_of(name, results, ways.get(name, {})) for name in results["results"]}
     return {name: of_task for name, of_task in metrics.items() if of_task}  # a group may have no figure of its own
 
 
@@ -159,19 +168,28 @@ def tables_of(models: Sequence[tuple[str, TaskResults]]) -> list[ValueTable]:
 
 def _value(model: str, own: TaskMetric, first: TaskMetric | None) -> MetricValue:
     """A metric of a model, with its change from the first model's."""
-    if not own.kind or (first and not first.kind):
-        why = "the figure is no mean over documents, so it has no interval here."
+    kinds = {own.kind, first.kind if first else own.kind}
+    kind = "loss" if kinds == {"accuracy", "loss"} else own.kind  # shares that another model's values exceed
+    if "" in kinds:
+        why = "how the figure comes from the documents is not known, so it has no interval."
         return MetricValue(model=model, metric=own.name, kind="loss", value=own.measurement.metrics[own.name], note=why)
     alike = first is None or first.documents == own.documents
     note = "" if alike else "the models were asked about different documents, so they are not compared."
-    return MetricValue.of(
-        model, own.name, own.measurement, first.measurement if first and alike else None, kind=own.kind,
-        higher_is_better=own.higher_is_better, note=note,
-    )  # fmt: skip
+    value = MetricValue.of(
+        model, own.name, own.measurement, first.measurement if first and alike else None, kind=kind, note=note
+    )
+    if (change := value.change) is None or change.low <= 0 <= change.high:
+        return value
+    up, down = _VERDICTS[own.higher_is_better]
+    return replace(value, change=replace(change, verdict=up if change.value > 0 else down))
 
 
-def _metrics_of(name: str, results: Mapping[str, Any]) -> list[TaskMetric]:
-    """The metrics of a task, or of a group, with the contributions of its documents."""
+def _metrics_of(name: str, results: Mapping[str, Any], ways: Mapping[str, Any]) -> list[TaskMetric]:
+    """The metrics of a task, or of a group, with the contributions of its documents.
+
+    Args:
+        ways: How a task's metrics come from these contributions: functions, by metric.
+    """
     leaves, metrics = _leaves(name, results["group_subtasks"]), []
     for key, value in results["results"][name].items():
         metric, _, chosen = key.partition(",")
@@ -184,7 +202,11 @@ def _metrics_of(name: str, results: Mapping[str, Any]) -> list[TaskMetric]:
             if sample["filter"] == chosen and metric in sample
         ]
         title = metric if chosen == "none" else f"{metric} ({chosen})"
-        kind, measurement = _measurement_of(title, float(value), [contribution for _, contribution in samples])
+        contributions = [contribution for _, contribution in samples]
+        kind, measurement = _measurement_of(title, float(value), contributions)
+        if not kind and (jackknife := _jackknife(ways.get(metric), contributions)) is not None:
+            kind, known = "loss", {"loss": jackknife}
+            measurement = replace(measurement, metrics={title: float(value), "loss": float(value)}, jackknife=known)
         better = results["higher_is_better"].get(name, {}).get(metric)
         metrics.append(TaskMetric(title, kind, better, measurement, tuple(document for document, _ in samples)))
     return metrics
@@ -219,6 +241,26 @@ def _measurement_of(title: str, value: float, contributions: Sequence[Any]) -> t
         if math.isclose(own, value, rel_tol=_CLOSE, abs_tol=1e-12):
             return kind, Measurement(metrics, each, each, weights)
     return "", Measurement(metrics, np.full(size, math.nan), np.full(size, math.nan), ones)
+
+
+# Functions of all documents for which the jackknife holds: `higher`, `width` and `lowest` of a `headprune.metrics.Metric`.
+_SMOOTH = {
+    "f1_score": (True, 1.0, 0.0), "matthews_corrcoef": (True, 1.0, -1.0), "bleu": (True, 100.0, 0.0), "chrf": (True, 100.0, 0.0),
+    "chrfpp": (True, 100.0, 0.0), "ter": (False, 0.0, 0.0), "brier_score": (False, 0.0, 0.0),
+}  # fmt: skip
+_GROUPS = 100  # of documents that are left out in turn: BLEU is slow
+
+
+def _jackknife(way: Any, contributions: Sequence[Any]) -> Jackknife | None:
+    """A figure without some of the documents, for one of the harness's own smooth functions of them all; None for others."""
+    from lm_eval.api import metrics
+
+    scale = next((scale for name, scale in _SMOOTH.items() if way is getattr(metrics, name, None)), None)
+    if way is None or scale is None or len(contributions) < 2:
+        return None
+    groups = min(len(contributions), _GROUPS)
+    rest = ([c for i, c in enumerate(contributions) if i % groups != left] for left in range(groups))
+    return Jackknife(np.array([float(way(some)) for some in rest]), *scale)
 
 
 @contextmanager

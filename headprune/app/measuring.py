@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ def measure_models(
                 results = harness.run_tasks(loaded, ready, tasks.task_limit, data.batch_size, progress)
             of_tasks.append((source, results))
         first = first or replace(loaded, model=_without_weights(loaded))
+        del loaded  # its weights, before the next model's are loaded; a pruned one's hooks refer to each other
+        gc.collect()
     tables = [of_data.table()] if data.dataset else []
     return tables + (harness.tables_of(of_tasks) if ready else [])
 
@@ -103,6 +106,20 @@ def _check(sources: Sequence[str], data: DataOptions, loading: LoadOptions, task
 
 
 @dataclass(frozen=True)
+class _Kept(Part):
+    """A part with its batches made: the first model's, whose weights its own way to make them would keep in memory."""
+
+    made: tuple[Any, ...] = ()
+
+    def batches(self, batch_size: int | None = None) -> Iterator[Any]:
+        return iter(self.made)
+
+    @classmethod
+    def of(cls, part: Part) -> _Kept:
+        return cls(**{**_fields(part), "collate": lambda _: {}}, made=tuple(part.batches()))
+
+
+@dataclass(frozen=True)
 class _Ordered(Part):
     """A part that is measured in another order than by the lengths of its own examples: another tokenizer's are others."""
 
@@ -111,9 +128,9 @@ class _Ordered(Part):
     def order(self) -> list[int]:
         return list(self.places)
 
-    @classmethod
-    def like(cls, part: Part, places: Sequence[int]) -> _Ordered:
-        return cls(**{each.name: getattr(part, each.name) for each in fields(Part)}, places=tuple(places))
+
+def _fields(part: Part) -> dict[str, Any]:
+    return {each.name: getattr(part, each.name) for each in fields(Part)}
 
 
 def _difference(part: Part, first: Part, per_token: bool) -> str:
@@ -149,12 +166,12 @@ class _OfData:
             self._say([*parts.notes, *_seen(source, loaded, parts, self.data)], console)
             if first is not None:
                 why = _difference(part, first[0], measures.own == "perplexity")
-                part = _Ordered.like(part, first[0].order()) if part.rows == first[0].rows else part
+                part = _Ordered(**_fields(part), places=tuple(first[0].order())) if part.rows == first[0].rows else part
         with console.track(f"measuring {source}") as progress, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "headprune: EngineModel takes no")  # a file may leave inputs out
             measurement = measures.evaluate(loaded.model, part, progress)
         if first is None:
-            self.first = part, measurement
+            self.first = _Kept.of(part), measurement
         compared = first[1] if first and not why else None
         # The perplexity of classes is nobody's figure.
         names = [n for n in measurement.metrics if n != "perplexity" or n in (measures.own, *measures.further)]
@@ -184,7 +201,10 @@ class _OfData:
 
 def _seen(source: str, loaded: LoadedModel, parts: DataParts, data: DataOptions) -> list[str]:
     """A note if examples that are reported here were used to score or choose the heads of a pruned model."""
-    run = run_of(Path(resolved(source)))
+    try:
+        run = run_of(Path(resolved(source)))
+    except HeadPruneError:  # the folder around may hold a run.json of something else
+        return []
     before = None if run is None else run.options.data
     if run is None or before is None or (before.dataset, before.subset) != (data.dataset, data.subset):
         return []

@@ -42,8 +42,7 @@ class MetricValue:
 
     @classmethod
     def of(
-        cls, model: str, metric: str, measurement: Measurement, first: Measurement | None, *, kind: str = "",
-        higher_is_better: bool | None = None, note: str = "",
+        cls, model: str, metric: str, measurement: Measurement, first: Measurement | None, *, kind: str = "", note: str = ""
     ) -> MetricValue:  # fmt: skip
         """From measurements on the same examples.
 
@@ -51,19 +50,14 @@ class MetricValue:
             metric: A key of ``measurement.metrics``.
             first: The first model's measurement; None for the first model, and for one that cannot be compared, as ``note`` says.
             kind: The metric's name by default.
-            higher_is_better: If it is not as for ``kind``.
         """
         kind = kind or metric
         plain = cls(model=model, metric=metric, kind=kind, value=measurement.metrics[metric], note=note)
         try:
             low, high = interval(measurement, kind)
-            change = None if first is None else compare(first, measurement, kind)
+            change = None if first is None else replace(compare(first, measurement, kind), metric=metric)
         except HeadPruneError as error:
             return replace(plain, note=note or str(error.args[0]))
-        if change is not None:
-            change = replace(change, metric=metric)
-        if change is not None and higher_is_better is not None and (change.low > 0 or change.high < 0):
-            change = replace(change, verdict="better" if (change.value > 0) == higher_is_better else "worse")
         return replace(plain, low=low, high=high, change=change)
 
 
