@@ -149,7 +149,7 @@ def evaluate(
             else tells which labels its logits are compared with. A metric that is not known, compares other answers than
             the model's, or is not defined for these examples.
     """
-    asked = [metric_of(metric) for metric in metrics]
+    asked = [metric for metric in map(metric_of, metrics) if metric.name not in LOSSES]
     losses, kept = ExampleLoss(model, loss_fn), [move(batch, model_device(model)) for batch in listed(batches)]
     if not kept:
         raise HeadPruneError("There are no examples to evaluate on.", "Give batches of at least one example.")
@@ -170,10 +170,9 @@ def evaluate(
         outcomes = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
     measurement, read, written = _measurement(outcomes, losses)
     for metric in asked:
-        if metric.name not in LOSSES:
-            as_texts = texts is not None and (TEXTS in metric.forms or not metric.forms)
-            answers = _in_texts(written, texts) if as_texts else _answers(model, losses.use.convention, *read)
-            measurement.metrics[metric.name], measurement.jackknife[metric.name] = metric.measure(answers)
+        as_texts = texts is not None and (TEXTS in metric.forms or not metric.forms)
+        answers = _in_texts(written, texts) if as_texts else _answers(model, losses.use.convention, *read)
+        measurement.metrics[metric.name], measurement.jackknife[metric.name] = metric.measure(answers)
     return measurement
 
 
