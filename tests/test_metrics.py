@@ -1,7 +1,6 @@
 """Metrics by name: the libraries' own figures, the jackknife by brute force, and what cannot be measured."""
 
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.evaluation import interval
+from tests.support.brute import squad
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 Losses = Callable[[Tensor, Tensor], Tensor]
@@ -171,14 +171,6 @@ def spoken(predictions: list[str], references: list[Any], *metrics: str) -> hp.M
     pairs = zip(x.split(2), y.split(2), strict=True)
     batches = [{"logits": a, "labels": b} for a, b in pairs]
     return hp.evaluate(Given("labels"), batches, metrics=metrics, texts=Texts())
-
-
-def squad(prediction: str, reference: str) -> tuple[float, float]:
-    """Exact match and F1 of one answer, written down once more."""
-    p, r = (re.findall(r"[a-z0-9]+", t.lower().replace(",", "").replace(".", "")) for t in (prediction, reference))
-    p, r = ([w for w in words if w not in ("the", "a", "an")] for words in (p, r))
-    common = sum((Counter(p) & Counter(r)).values())
-    return float(p == r), 2 * common / (len(p) + len(r)) if common else float(p == r == [])
 
 
 @settings(max_examples=15, deadline=None)

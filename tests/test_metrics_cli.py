@@ -16,10 +16,10 @@ from scipy import stats
 from seqeval.metrics import f1_score as entity_f1
 from sklearn import metrics as sk
 
+from tests.support.brute import squad
 from tests.support.commands import metrics_of, run, stderr_of
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import randomise
-from tests.test_metrics import squad
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 COUNTED = {"train": 12, "validation": 6, "test": 24}

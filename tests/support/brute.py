@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -307,3 +309,11 @@ def best_ridge(tokens: Tokens, old: Tensor, old_bias: Tensor, bias: bool) -> flo
         return total
 
     return min((math.inf, *RIDGES), key=held_out)
+
+
+def squad(prediction: str, reference: str) -> tuple[float, float]:
+    """Exact match and F1 of one answer, written down once more."""
+    p, r = (re.findall(r"[a-z0-9]+", t.lower().replace(",", "").replace(".", "")) for t in (prediction, reference))
+    p, r = ([w for w in words if w not in ("the", "a", "an")] for words in (p, r))
+    common = sum((Counter(p) & Counter(r)).values())
+    return float(p == r), 2 * common / (len(p) + len(r)) if common else float(p == r == [])
