@@ -47,7 +47,7 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
     result = run("prune", "--keep", "50%")
     assert "tiny-bert-1/report.md" in result.stdout
     assert "tiny-bert-1/report.html" in result.stdout
-    pruned = {"tradeoff.png", "plan.json", "metrics.json", "report.npz", "pruned-4"}
+    pruned = {"tradeoff.png", "plan.json", "metrics.json", "orders.json", "report.npz", "pruned-4"}
     assert {p.name for p in scored.iterdir()} == SCORED | pruned
     (budget,) = metrics_of(scored)["budgets"]
     assert (budget["kept"], budget["total"]) == (4, 8)
