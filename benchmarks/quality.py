@@ -48,6 +48,7 @@ from torch import nn
 import headprune as hp
 from headprune.evaluation import evaluate
 from headprune.fingerprint import fingerprint
+from headprune.inputs import without_labels
 
 Batch = dict[str, Any]
 DRAWS = 3
@@ -149,8 +150,7 @@ class Subject:
 
 
 def layers_of(model: nn.Module, batch: Batch) -> list[hp.AttentionLayer]:
-    example = {k: v for k, v in batch.items() if k != "labels"}
-    return [layer for layer in hp.find_attention(model, example) if layer.maskable]
+    return [layer for layer in hp.find_attention(model, without_labels(model, batch)) if layer.maskable]
 
 
 def of_parts(
@@ -193,7 +193,7 @@ def whisper(options: argparse.Namespace) -> Subject:
     """Its word error rate is reported; a draw is few sounds, since each is 30 seconds to the model."""
     from transformers import AutoProcessor
 
-    subject = of_parts("whisper", 16, (36, 18), options, size=8, metric=whisper_tiny.METRIC, draws=1, methods=FEW)
+    subject = of_parts("whisper", 12, (36, 18), options, size=8, metric=whisper_tiny.METRIC, draws=1, methods=FEW)
     processor = AutoProcessor.from_pretrained(whisper_tiny.HOME / "model")
     return replace(subject, evaluate=lambda model, batches: whisper_tiny.listened(model, processor, batches))
 
@@ -203,7 +203,7 @@ SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {
     "minilm": partial(of_parts, "minilm", 1024, (54, 36, 24, 18, 12, 6)),
     "digits": partial(of_parts, "digits", 320, (18, 12, 7, 6, 4), size=100),
     "smollm2": smollm,
-    "reactions": partial(of_parts, "reactions", 256, (4, 2), metric="perplexity", methods=FEW),
+    "reactions": partial(of_parts, "reactions", 96, (4, 2), metric="perplexity", methods=FEW),
     "whisper": whisper,
 }
 

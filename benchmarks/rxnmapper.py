@@ -29,7 +29,7 @@ import headprune as hp
 HOME = home("rxnmapper")
 # rxnmapper's own: an atom in brackets, one of two letters, …
 TOKENS = r"(\[[^\]]+\]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|/|:|~|@|\?|>>?|\*|\$|%[0-9]{2}|[0-9])"
-SPLITS = {"train": 768, "validation": 128, "test": 400}
+SPLITS = {"train": 288, "validation": 48, "test": 240}
 
 
 def tokenizer(vocabulary: Path) -> transformers.PreTrainedTokenizerFast:
