@@ -203,7 +203,7 @@ SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {
     "minilm": partial(of_parts, "minilm", 1024, (54, 36, 24, 18, 12, 6)),
     "digits": partial(of_parts, "digits", 320, (18, 12, 7, 6, 4), size=100),
     "smollm2": smollm,
-    "reactions": partial(of_parts, "reactions", 96, (4, 2), metric="perplexity", methods=FEW),
+    "reactions": partial(of_parts, "reactions", 96, (4, 2), metric="perplexity", draws=1, methods=FEW),
     "whisper": whisper,
 }
 
@@ -346,12 +346,15 @@ def table(subject: Subject, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     what, of = ("change from dense", subject.metric)
     if subject.metric == "perplexity":
         what, of = "ratio to dense", "logarithm of perplexity"
+    drawn = (
+        f"Mean ± standard deviation over {draws} draws of the scoring examples. The standard error of the mean is the standard deviation divided "
+        f"by {math.sqrt(draws):.2g}."
+    ) if draws > 1 else "One draw of the scoring examples."  # fmt: skip
     single = each(dense).std(ddof=1) / math.sqrt(len(each(dense)))
     return [
         *lines,
         "",
-        f"Mean ± standard deviation over {draws} draw{'s' if draws != 1 else ''} of the scoring examples. The standard error of the mean is the "
-        f"standard deviation divided by {math.sqrt(draws):.2g}. All rows use the same reported examples. Over these, the standard error is "
+        f"{drawn} All rows use the same reported examples. Over these, the standard error is "
         f"{number(single, '.2g')} for the dense model ({of}), and "
         f"{number(min(errors, default=None), '.2g')} to {number(max(errors, default=None), '.2g')} for the paired {what}. Seconds: the method's "
         f"own time for one count (median), without measuring.{fewer_said}",
