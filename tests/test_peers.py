@@ -9,6 +9,7 @@ import torch
 from baselines import METHODS, Baseline, applied
 
 import headprune as hp
+from tests.support import brute
 from tests.support.problems import small
 
 HEADS, WIDTH = 4, 8
@@ -124,3 +125,19 @@ def test_swaps_never_cost_more_than_rounds_alone(monkeypatch):
         saved.append(alone - found)
     assert min(saved) > -1e-6
     assert max(saved) > 1
+
+
+def test_a_layer_that_runs_three_times_is_watched_each_time():
+    model, batch = brute.model_of("albert")
+    layers, expected, found = hp.find_attention(model, batch), [], []
+    output = model.get_submodule(layers[0].output_projection.module)
+    handle = output.register_forward_pre_hook(lambda _, args: expected.extend(args[0]))
+    with torch.no_grad():
+        for _ in range(2):
+            model(**batch)
+    handle.remove()
+    peers.watch(model, [batch] * 2, layers, lambda layer, rows: found.extend(rows))
+    assert len(found) == 2 * 3 * 6
+    mask = batch["attention_mask"].bool()
+    for row, whole, real in zip(found, expected, [*mask] * 6, strict=True):
+        torch.testing.assert_close(row, whole[real])
