@@ -12,14 +12,16 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.inputs import unlabelled, writes
 
 _DEFAULT_LENGTHS = (None, 20)  # transformers' own, which no one chose
+# A generation_config may ask for several texts, and for scores beside their tokens.
+_ONE_TEXT = {"do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False}
 
 
 class Generation:
     """Texts that an encoder-decoder generates, by greedy or beam search, for metrics such as ``wer`` and ``bleu``.
 
     Everything that is not given is as in the model's own ``generation_config``; but nothing is sampled, so that two
-    models can be compared. If neither says how long an answer may be, it may be half as long again as the longest
-    reference.
+    models can be compared, and each example gets one text. If neither says how long an answer may be, it may be half as
+    long again as the longest reference.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -51,7 +53,7 @@ class Generation:
         generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
         inputs = {k: v for k, v in unlabelled(batch).items() if not k.startswith("decoder_")}
         try:
-            tokens = generate(**inputs, do_sample=False, **self._length(model), **self.options)
+            tokens = generate(**inputs, **_ONE_TEXT, **self._length(model), **self.options)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
