@@ -17,6 +17,7 @@ from seqeval.metrics import f1_score as entity_f1
 from sklearn import metrics as sk
 
 from headprune.app.models import task_of
+from headprune.generation import Generation
 from tests.support.commands import metrics_of, run, stderr_of
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import randomise
@@ -265,6 +266,15 @@ def test_answers_are_found_where_texts_are_padded_on_the_left(here: Path) -> Non
     config = here / "m" / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"padding_side": "left"}))
     assert evaluated("--metric", "squad_f1") == right
+
+
+def test_speech_is_written_without_timestamps() -> None:
+    """Two timestamps in a row would send transformers back to the first one's time, for ever if it is 0."""
+    model, rows = speech()
+    model.generation_config.no_timestamps_token_id = 4  # all words are timestamps
+    sounds = [np.float32(row["audio"]["array"]) for row in rows[:3]]
+    features = EXTRACTOR(sounds, sampling_rate=16000, return_tensors="pt").input_features
+    assert Generation(tokenizer(), ["a"] * 3).read(model.eval(), {"input_features": features}, 0) == [""] * 3
 
 
 def test_marian_writes_texts() -> None:
