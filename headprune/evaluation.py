@@ -169,6 +169,8 @@ def evaluate(
         tasks = [partial(outcome_of, batch, first) for batch, first in zip(prepared, starts, strict=False)]
         outcomes = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
     measurement, read, written = _measurement(outcomes, losses)
+    if missing := {metric.name for metric in map(metric_of, metrics)} & LOSSES.keys() - measurement.metrics.keys():
+        raise _not_given(model, missing.pop())
     for metric in asked:
         as_texts = texts is not None and (TEXTS in metric.forms or not metric.forms)
         answers = _in_texts(written, texts) if as_texts else _answers(model, losses.use.convention, *read)
@@ -235,11 +237,15 @@ def measurable(model: nn.Module, batches: Iterable[Any], metrics: Sequence[str] 
     known = ("loss", *losses.use.metrics)
     for metric in map(metric_of, metrics):
         if metric.name in LOSSES and metric.name not in known:
-            message = f"{type(model).__name__}'s answers have no {metric.name}."
-            raise HeadPruneError(message, "Choose another metric (docs/metrics.md lists them by task).")
+            raise _not_given(model, metric.name)
         if TEXTS not in metric.forms:
             metric.check(_FORMS.get(losses.use.convention or "", ""))
     return known
+
+
+def _not_given(model: nn.Module, metric: str) -> HeadPruneError:
+    message = f"{type(model).__name__}'s answers have no {metric}."
+    return HeadPruneError(message, "Choose another metric (docs/metrics.md lists them by task).")
 
 
 def value_of(metric: str, numerator: float, tokens: float) -> float:

@@ -9,17 +9,19 @@ from torch import nn
 
 from headprune.batches import is_out_of_memory
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import unlabelled, writes
+from headprune.inputs import model_device, unlabelled, writes
 
 _DEFAULT_LENGTHS = (None, 20)  # transformers' own, which no one chose
+# A generation_config may ask for several texts, and for scores beside their tokens.
+_ONE_TEXT = {"do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False}
 
 
 class Generation:
     """Texts that an encoder-decoder generates, by greedy or beam search, for metrics such as ``wer`` and ``bleu``.
 
     Everything that is not given is as in the model's own ``generation_config``; but nothing is sampled, so that two
-    models can be compared. If neither says how long an answer may be, it may be half as long again as the longest
-    reference.
+    models can be compared, and each example gets one text. If neither says how long an answer may be, it may be half as
+    long again as the longest reference.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -51,7 +53,7 @@ class Generation:
         generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
         inputs = {k: v for k, v in unlabelled(batch).items() if not k.startswith("decoder_")}
         try:
-            tokens = generate(**inputs, do_sample=False, **self._length(model), **self.options)
+            tokens = generate(**inputs, **_ONE_TEXT, **_words_alone(model), **self._length(model), **self.options)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -68,3 +70,19 @@ class Generation:
         texts = [t for each in self.references for t in ([each] if isinstance(each, str) else each)]
         longest = max(len(ids) for ids in self.tokenizer(text_target=texts)["input_ids"])
         return {"max_new_tokens": longest + longest // 2}
+
+
+def _words_alone(model: nn.Module) -> dict[str, Any]:
+    """For Whisper, which is asked for a text without timestamps: rules these tokens out.
+
+    A pruned model may write two in a row, and transformers then starts again from the first one's time: if that is 0, for ever.
+    """
+    from transformers import SuppressTokensLogitsProcessor
+
+    written: Any = getattr(model, "generation_config", None)
+    before = getattr(written, "no_timestamps_token_id", None)  # the token before that of 0 seconds
+    if before is None or getattr(written, "return_timestamps", False):
+        return {}
+    config: Any = model.config
+    times = list(range(before + 1, config.vocab_size))
+    return {"logits_processor": [SuppressTokensLogitsProcessor(times, device=str(model_device(model)))]}

@@ -249,6 +249,19 @@ def test_runs_without_common_examples_are_independent(runs: Path) -> None:
     assert "nothing is paired" in run("compare", *folders).stdout
 
 
+def test_metrics_that_are_no_means_are_paired_on_the_same_examples(
+    bert_folder: Path, data_folder: Path, here: Path
+) -> None:
+    for name, more in (("a", []), ("b", ["--no-repair"]), ("c", ["--report-limit", 25])):
+        run(*PRUNE, 3, bert_folder, "-d", data_folder, "-o", name, "--metric", "f1_macro", *more)
+    assert json.loads(run("compare", "a", "b", "--json").stdout)["pairs"][0]["paired"]
+    (note,) = json.loads(run("compare", "a", "c", "--json").stdout)["notes"]
+    assert note.startswith("f1_macro is no mean over examples, and the runs report on others")
+    Path("b/report.npz").unlink()
+    (note,) = json.loads(run("compare", "a", "b", "--json").stdout)["notes"]
+    assert note.startswith("b has no report.npz")
+
+
 def test_values_of_another_run_are_refused(runs: Path, here: Path) -> None:
     for name, content in (("a", b"no arrays"), ("b", (runs / "c" / "report.npz").read_bytes())):
         kept = (runs / name / "report.npz").read_bytes()

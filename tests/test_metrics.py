@@ -141,6 +141,17 @@ def test_equal_answers_are_left_out_once() -> None:
         assert result[gone] == sk.matthews_corrcoef(y[rows], x[rows].argmax(1))
 
 
+def test_models_with_other_answers_have_the_same_groups() -> None:
+    """Of many classes one model may predict nearly all, and another only one."""
+    labels = torch.arange(900) % 300
+    good, bad = nn.functional.one_hot(labels, 300).float(), torch.eye(300)[torch.zeros(900, dtype=torch.long)]
+    good[:450] = good[:450].roll(1, 0)
+    assert (
+        hp.compare(*(measured("labels", x, labels, "f1_macro", size=300) for x in (good, bad)), "f1_macro").verdict
+        == "worse"
+    )
+
+
 def test_a_function_is_a_metric() -> None:
     def rightness(predictions: Any, references: Any) -> float:
         return float(np.mean([p == r for p, r in zip(predictions, references, strict=True)]))
@@ -222,6 +233,7 @@ PROBLEMS: dict[str, tuple[str, Callable[[], Any]]] = {
     "no such name": ("There is no metric 'f2'", lambda: measured("labels", X, Y, "f2")),
     "of texts": ("wer compares texts, but this model's answers are a label", lambda: measured("labels", X, Y, "wer")),
     "of numbers": ("r2 compares numbers", lambda: measured("labels", X, Y, "r2")),
+    "no classes": ("answers have no accuracy", lambda: measured("numbers", *drawn("numbers", 9), "accuracy")),
     "of labels": ("f1 compares a label", lambda: measured("numbers", *drawn("numbers", 9), "f1")),
     "one class": ("all have the label 1", lambda: measured("labels", X, torch.ones_like(Y), "matthews_corrcoef")),
     "more than two classes": ("Target is multiclass", lambda: measured("labels", X, Y, "f1")),

@@ -16,6 +16,8 @@ from scipy import stats
 from seqeval.metrics import f1_score as entity_f1
 from sklearn import metrics as sk
 
+from headprune.app.models import task_of
+from headprune.generation import Generation
 from tests.support.brute import squad
 from tests.support.commands import metrics_of, run, stderr_of
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
@@ -231,3 +233,49 @@ def test_drops_are_of_the_first_metric(here: Path, brief: None) -> None:
         "prune", "texts/m", "-d", "texts/d", "-s", "one-shot", "--max-drop", 0.5, "--metric", "bleu", code=1
     )
     assert "bleu would be generated each time" in error
+
+
+def evaluated(*more: object) -> dict[str, float]:
+    table = json.loads(run("evaluate", "m", "-d", "d", "-b", 5, "--json", *more).stdout)["tables"][0]
+    return {"examples": table["examples"], **{v["metric"]: v["value"] for v in table["values"]}}
+
+
+def test_each_example_gets_one_text(here: Path) -> None:
+    """Also where a model's generation_config asks for several, and for scores beside their tokens."""
+    written(here, "summaries")
+    asked = ("--metric", "wer", "--num-beams", 2, "--max-new-tokens", 6)
+    alone = evaluated(*asked)
+    config = here / "m" / "generation_config.json"
+    several = {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True}
+    config.write_text(json.dumps(json.loads(config.read_text()) | several))
+    assert evaluated(*asked) == alone
+
+
+def test_rows_without_a_text_to_write_are_left_out(here: Path) -> None:
+    written(here, "summaries")
+    rows = [json.loads(line) for line in (here / "d/test.jsonl").open()]
+    write_jsonl(here / "d" / "test.jsonl", [rows[0] | {"summary": None}, *rows[1:]])
+    assert evaluated("--metric", "wer", "--max-new-tokens", 3)["examples"] == len(rows) - 1
+    several = write_jsonl(here / "several.jsonl", [r | {"summary": [r["summary"]]} for r in rows])
+    assert "no single text" in stderr_of("evaluate", "m", "-d", several, "--metric", "wer", code=1)
+
+
+def test_answers_are_found_where_texts_are_padded_on_the_left(here: Path) -> None:
+    written(here, "questions")
+    right = evaluated("--metric", "squad_f1")
+    config = here / "m" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"padding_side": "left"}))
+    assert evaluated("--metric", "squad_f1") == right
+
+
+def test_speech_is_written_without_timestamps() -> None:
+    """Two timestamps in a row would send transformers back to the first one's time, for ever if it is 0."""
+    model, rows = speech()
+    model.generation_config.no_timestamps_token_id = 4  # all words are timestamps
+    sounds = [np.float32(row["audio"]["array"]) for row in rows[:3]]
+    features = EXTRACTOR(sounds, sampling_rate=16000, return_tensors="pt").input_features
+    assert Generation(tokenizer(), ["a"] * 3).read(model.eval(), {"input_features": features}, 0) == [""] * 3
+
+
+def test_marian_writes_texts() -> None:
+    assert task_of(tf.MarianConfig(architectures=["MarianMTModel"]), None, "m").name == "seq2seq"

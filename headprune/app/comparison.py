@@ -16,7 +16,7 @@ from headprune.documents import Count, to_json
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, compare
 from headprune.latency import Speedup
-from headprune.metrics import metric_named
+from headprune.metrics import LOSSES, metric_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
         message = f"{first.path} is measured by {metrics.metric}, {second.path} by {other.metric}."
         raise HeadPruneError(message, "Compare runs of the same kind.")
     notes: list[str] = []
-    values, pairs = _values(first, second, notes), []
+    values, pairs = _values(first, second, metrics.metric, notes), []
     for a, b in _matched(run, metrics, other_run, other):
         names = [model.checkpoint if isinstance(model, BudgetResult) else "dense" for model in (a, b)]
         change = _paired(values, names, metrics.metric, notes)
@@ -113,18 +113,25 @@ def _open(folder: RunFolder) -> tuple[Run, Metrics]:
 _INDEPENDENT = "so nothing is paired: intervals take both as independent."
 
 
-def _values(first: RunFolder, second: RunFolder, notes: list[str]) -> tuple[ReportValues, ReportValues] | None:
-    """Both runs' values per example; None with a note if they have no two examples in common."""
+def _values(
+    first: RunFolder, second: RunFolder, metric: str, notes: list[str]
+) -> tuple[ReportValues, ReportValues] | None:
+    """Both runs' values per example; None with a note if they cannot be paired."""
     a, b = (folder.read_values() for folder in (first, second))
     if a is None or b is None:
         older = first if a is None else second
-        notes.append(f"{older.path} is from an older version, which kept no values of examples, {_INDEPENDENT}")
+        notes.append(f"{older.path} has no report.npz with values of examples, as in older versions, {_INDEPENDENT}")
         return None
-    common = len(a.common(b)[0])
+    here, there = a.common(b)
+    common, most = len(here), max(len(a.rows), len(b.rows))
     if common < 2:
         notes.append(f"The runs report on different examples, {_INDEPENDENT}")
         return None
-    if common < max(len(a.rows), len(b.rows)):
+    if metric not in LOSSES and not here == there == list(range(most)):
+        why = f"{metric} is no mean over examples, and the runs report on others or in another order"
+        notes.append(f"{why}, {_INDEPENDENT}")
+        return None
+    if common < most:
         sizes = f"{len(a.rows):,} and {len(b.rows):,}"
         notes.append(f"Changes are of the {common:,} examples that both runs report on, of {sizes}.")
     return a, b

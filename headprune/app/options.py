@@ -161,7 +161,7 @@ TASKS = {
         Task("image-classification", "ImageClassification", "image", "accuracy"),
         Task("speech-seq2seq", "SpeechSeq2Seq", "audio", "perplexity"),
         Task("audio-classification", "AudioClassification", "audio", "accuracy"),
-        Task("seq2seq", "Seq2SeqLM", "text", "perplexity", ("ForConditionalGeneration",)),
+        Task("seq2seq", "Seq2SeqLM", "text", "perplexity", ("ForConditionalGeneration", "MTModel")),
     )
 }
 

@@ -151,13 +151,14 @@ class Metric:
             return self.of(total), np.array([self.of(total - own) for own in sums])
         count = len(answers)
         group_of = np.arange(count) % min(count, GROUPS)
-        if answers.form == LABELS and not self.ranks:  # without either of two equal answers the value is the same
+        if answers.form == LABELS and not self.ranks and len(set(answers.references)) ** 2 <= GROUPS:
+            # Without either of two equal answers the value is the same. The predictions have no say in this, as two
+            # models' values without the same examples are compared.
             pairs = list(zip(answers.predictions, answers.references, strict=True))
             kinds = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
-            if len(kinds) <= GROUPS:
-                first = [pairs.index(kind) for kind in kinds]
-                values = [self._score_or_nan(answers.some([i for i in range(count) if i != one])) for one in first]
-                return float(self.score(answers)), np.array([values[kinds[pair]] for pair in pairs])
+            first = [pairs.index(kind) for kind in kinds]
+            values = [self._score_or_nan(answers.some([i for i in range(count) if i != one])) for one in first]
+            return float(self.score(answers)), np.array([values[kinds[pair]] for pair in pairs])
         rest = (np.flatnonzero(group_of != group).tolist() for group in range(group_of.max() + 1))
         return float(self.score(answers)), np.array([self._score_or_nan(answers.some(rows)) for rows in rest])
 

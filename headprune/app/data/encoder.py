@@ -139,6 +139,14 @@ class Encoder:
         """The error for a row whose input is of the wrong kind."""
         return HeadPruneError(f"column {next(iter(self.columns.values()))!r} holds no {what}.", hint)
 
+    def target(self, row: Row) -> str | None:
+        """A row's text to write; None where there is none."""
+        *_, name = self.columns.values()
+        text = row[name]
+        if isinstance(text, list | Mapping):
+            raise HeadPruneError(f"column {name!r} holds no single text.", "Name another with --label-column.")
+        return None if text is None else str(text)
+
     def tokens(self, row: Row) -> Feature:
         """A row's text, or pair of texts, tokenized and truncated."""
         texts = self.inputs(row)

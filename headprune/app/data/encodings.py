@@ -90,9 +90,12 @@ def encode_question(encoder: Encoder, row: Row, _: int) -> Feature | str:
     return {**coded, "start_positions": inside[0], "end_positions": inside[-1]}
 
 
-def encode_pair(encoder: Encoder, row: Row, _: int) -> Feature:
+def encode_pair(encoder: Encoder, row: Row, _: int) -> Feature | str:
     """A source text and its target text, for an encoder-decoder."""
-    target = encoder.truncate(text_target=str(row[encoder.columns["target"]]))
+    text = encoder.target(row)
+    if text is None:
+        return "without a target"
+    target = encoder.truncate(text_target=text)
     return {**encoder.tokens(row), "labels": list(target["input_ids"])}
 
 
@@ -109,6 +112,12 @@ def encode_masked(encoder: Encoder, row: Row, number: int) -> Feature | str:
     labels = [token if i in masked else IGNORED for i, token in enumerate(ids)]
     coded["input_ids"] = [encoder.processor.mask_token_id if i in masked else t for i, t in enumerate(ids)]
     return {**coded, "labels": labels}
+
+
+def prepare_question(encoder: Encoder) -> str:
+    """Set padding to the right: answers are counted from a text's first token."""
+    encoder.processor.padding_side = "right"
+    return _SPANS
 
 
 def prepare_masked(encoder: Encoder) -> str:
@@ -214,11 +223,13 @@ def encode_sound(encoder: Encoder, row: Row, _: int) -> Feature:
     return {**feature, **encoder.labels(row, encoder.classes.number)}
 
 
-def encode_speech(encoder: Encoder, row: Row, _: int) -> Feature:
+def encode_speech(encoder: Encoder, row: Row, _: int) -> Feature | str:
     """A sound, with its transcript as labels."""
+    text = encoder.target(row)
+    if text is None:
+        return "without a transcript"
     extractor, tokenizer = encoder.processor.feature_extractor, encoder.processor.tokenizer
     coded = extractor(_samples(encoder, row), sampling_rate=extractor.sampling_rate, return_tensors="pt")
-    text = str(row[encoder.columns["transcript"]])
     most = encoder.options.max_length or 448
     labels = list(encoder.truncate(text, tokenizer=tokenizer, limit=most)["input_ids"])
     if labels[:1] == [encoder.config.decoder_start_token_id]:
@@ -252,7 +263,7 @@ ENCODINGS = {
     ),
     "token-classification": Encoding(encode_words, {"text": TEXTS, "label": CLASSES[::-1]}, "input"),
     "question-answering": Encoding(
-        encode_question, {"text": QUESTIONS, "answers": ("answers", "answer")}, prepare=lambda _: _SPANS
+        encode_question, {"text": QUESTIONS, "answers": ("answers", "answer")}, prepare=prepare_question
     ),
     "masked-lm": Encoding(encode_masked, {"text": TEXTS}, "input", masks=True, prepare=prepare_masked),
     "causal-lm": Encoding(encode_causal, {"text": (*TEXTS, *CHATS)}, "input", prepare=prepare_causal),
