@@ -173,10 +173,9 @@ class _OfData:
         if first is None:
             self.first = _Kept.of(part), measurement
         compared = first[1] if first and not why else None
-        # The perplexity of classes is nobody's figure.
-        names = [n for n in measurement.metrics if n != "perplexity" or n in (measures.own, *measures.further)]
-        asked = [*measures.further, measures.own]
-        for metric in sorted(names, key=lambda name: asked.index(name) if name in asked else len(asked)):
+        asked = [*measures.further, measures.own, "accuracy", "loss"]
+        names = [name for name in measurement.metrics if name in asked]
+        for metric in sorted(names, key=asked.index):
             value = MetricValue.of(source, metric, measurement, compared, note=why and f"{source}: {why}")
             self.values.append(value)
             self._say(filter(None, [value.note]), console, loud=False)

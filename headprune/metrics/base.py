@@ -169,10 +169,10 @@ class Metric:
             return float("nan")
 
     def _undefined(self, examples: int, why: str) -> HeadPruneError:
-        return HeadPruneError(
-            f"{self.name} is not defined on these {examples:,} examples: {why}.",
-            "Report on other or more examples (--report-split, --report-limit), or choose another metric.",
-        )
+        hint = "Report on other or more examples (--report-split, --report-limit), or choose another metric."
+        if "multi" in why:  # scikit-learn names arguments of its functions
+            hint = f"Choose one for several classes, such as {'roc_auc_ovr' if self.ranks else 'f1_macro'}."
+        return HeadPruneError(f"{self.name} is not defined on these {examples:,} examples: {why}.", hint)
 
 
 def by_sums(sums: Callable[[Answers], np.ndarray], of: Callable[[np.ndarray], float]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from headprune.errors import HeadPruneError
 from headprune.metrics.base import LABELS, NUMBERS, SEVERAL, TAGS, Answers, Metric, by_sums, library_missing
 
 _OF_NUMBERS = ("neg_max_error", "neg_mean_", "neg_median_", "neg_root_", "r2", "explained_variance", "d2_absolute")
@@ -20,6 +21,10 @@ _NO_PERCENT = (
     "adjusted_",
 )
 _RANKS = ("roc_auc", "average_precision", "top_k", "neg_log_loss", "neg_brier", "d2_log_loss", "d2_brier")
+_NOT_SMOOTH = (
+    "neg_max_error",
+    "neg_median_absolute_error",
+)  # the jackknife does not hold for them (Efron 1982, section 3.4)
 _CORRELATIONS = ("matthews_corrcoef", "adjusted_rand_score", "adjusted_mutual_info_score")
 
 
@@ -29,6 +34,9 @@ def scorer(name: str) -> Metric | None:
 
     if name not in get_scorer_names():
         return None
+    if name in _NOT_SMOOTH:
+        message = f"{name} rests on single examples, so it has no interval."
+        raise HeadPruneError(message, "Choose neg_mean_absolute_error, or neg_root_mean_squared_error.")
     forms = (NUMBERS,) if name.startswith(_OF_NUMBERS) else (LABELS, SEVERAL, TAGS)
     percent, scorer = not name.startswith(_NO_PERCENT), get_scorer(name)
 
@@ -41,7 +49,8 @@ def scorer(name: str) -> Metric | None:
 
     width = float(percent or name in _CORRELATIONS)
     lowest = 0.0 if percent else -1.0 if width else float("-inf")
-    chance, ranks = 0.0 if name in _CORRELATIONS else None, name.startswith(_RANKS)
+    explains = name in _CORRELATIONS or name.startswith(("r2", "explained_variance", "d2_"))
+    chance, ranks = 0.0 if explains else None, name.startswith(_RANKS)
     return Metric(name, forms, score, width=width, lowest=lowest, percent=percent, chance=chance, ranks=ranks)
 
 
