@@ -45,7 +45,7 @@ HEADS, WIDTH, STEPS, RATE = 8, 128, 400, 3e-3
 NEEDED = 0.5  # of a head's attention
 MODELS = 5  # trained
 LONG = {"l0", "dsp", "shapley", "mean-ablation", "resample-ablation"}
-LONGER = LONG | {"ablation", "integrated-gradients", "entropy", "confidence"}
+LONGER = LONG | {"ablation", "integrated-gradients", "entropy", "confidence", "signed-gradient", "weight-norm"}
 EXCLUDED = {"minilm": LONG, "smollm2": LONGER}  # --methods names them
 
 
@@ -113,8 +113,8 @@ def of_parts(name: str, draws: int, score: int, measure: int, minilm: Path | Non
 
 def smollm(minilm: Path | None) -> list[Draw]:
     model, tokenizer = smollm2.load()
-    parts = [[{"input_ids": w, "labels": w}] for w in smollm2.text(tokenizer, 16, smollm2.LENGTH).split(4)]
-    return [Draw(model, parts[0], parts[1]), Draw(model, parts[2], parts[3])]
+    parts = [{"input_ids": w, "labels": w} for w in smollm2.text(tokenizer, 18, smollm2.LENGTH).split(2)]
+    return [Draw(model, parts[i : i + 2], parts[i + 2 : i + 3]) for i in (0, 3, 6)]
 
 
 def repeated(count: int, seed: int) -> Batch:
@@ -181,7 +181,7 @@ CASES: dict[str, tuple[str, int, Callable[[Path | None], list[Draw]]]] = {
                partial(of_parts, "digits", 5, 192, 100)),
     "minilm": ("minilm-rt (BERT on Rotten Tomatoes): Three draws of 64 sentences to score on, and of 64 others measured", 6,
                partial(of_parts, "minilm", 3, 64, 64)),
-    "smollm2": ("SmolLM2-135M-Instruct on IMDB's reviews: Two draws of 4 windows of 128 tokens to score on, and of 4 others measured", 6,
+    "smollm2": ("SmolLM2-135M-Instruct on IMDB's reviews: Three draws of 4 windows of 128 tokens to score on, and of 2 others measured", 6,
                 smollm),
 }  # fmt: skip
 
