@@ -236,9 +236,10 @@ def cell(values: Sequence[float]) -> str:
 
 def section(key: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One case's table: the best CPR with zero ablation first."""
-    lines = []
-    for method in {row["method"] for row in rows}:
+    lines, fewer = [], []
+    for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
+        fewer += [f"`{method}` ({len(mine)})"] if len(mine) <= max(row["draw"] for row in rows) else []
         values = [[*areas(r["counts"], r["zero"]), *areas(r["counts"], r["mean"]), *r["auroc"]] for r in mine]
         columns = list(zip(*values, strict=True))
         lines.append((-statistics.fmean(columns[0]), [f"`{method}`", *map(cell, columns)]))
@@ -247,6 +248,7 @@ def section(key: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ends = [f"{statistics.fmean(r[k][e] for r in rows):.3g}" for k, e in (("zero", -1), ("zero", 0), ("mean", 0))]
     counts = ", ".join(map(str, rows[0]["counts"]))
     told = f"{CASES[key][0]}. Heads kept: {counts}. Mean loss with all heads {ends[0]}; with none {ends[1]} (zero) and {ends[2]} (mean)."
+    told += f" Fewer draws: {', '.join(fewer)}." if fewer else ""
     return ["", f"### {told.partition(':')[0]}", "", told.partition(": ")[2], "",
             *table(head, [line for _, line in sorted(lines)])]  # fmt: skip
 
@@ -266,7 +268,7 @@ def main() -> None:
     for key in options.only or CASES:
         try:
             rows = [r for r in cache.rows if r["case"] == key] if options.cached else measure(key, options, cache)
-            lines += section(key, rows)
+            lines += section(key, rows) if rows else ["", f"### {key}", "", "Not measured."]
         except (real.LeftOutError, ModuleNotFoundError) as error:
             lines += ["", f"### {key}", "", f"Left out: {error}."]
     text = "\n".join([*lines, "", real.about("faithfulness.py")])
