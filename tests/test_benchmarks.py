@@ -12,6 +12,7 @@ from pathlib import Path
 import baselines
 import exercise
 import exercise_translator as translator
+import faithfulness
 import faults
 import peers_layerwise  # noqa: F401 - its methods register themselves
 import peers_learned
@@ -323,6 +324,32 @@ def test_the_translator_is_pruned_exactly_and_sees_no_word_ahead():
         torch.testing.assert_close(weights[layer.name][0], book)
     proof = hp.prune(model, {layer.name: [0, 2] for layer in layers}, example)
     assert proof.difference <= proof.tolerance
+
+
+# -- benchmarks/faithfulness.py: MIB's areas, and the losses that they are of -----------------------------------------
+
+
+def test_areas_are_the_trapezoids_of_a_plain_loop():
+    counts, losses = [0, 1, 3, 4], [3.0, 0.5, 2.0, 1.0]  # with one head it is better than with all
+    faithful = [(-loss - -3.0) / (-1.0 - -3.0) for loss in losses]
+    steps = [(counts[i + 1] - counts[i]) / 4 for i in range(3)]
+    cpr = sum(step * (faithful[i] + faithful[i + 1]) / 2 for i, step in enumerate(steps))
+    cmd = sum(step * (abs(1 - faithful[i]) + abs(1 - faithful[i + 1])) / 2 for i, step in enumerate(steps))
+    assert faithfulness.areas(counts, losses) == pytest.approx((cpr, cmd))
+
+
+def test_the_loss_of_few_heads_is_that_without_the_others():
+    model, batches = small()
+    layers = hp.find_attention(model, {k: v for k, v in batches[0].items() if k != "labels"})
+    dense = hp.evaluate(model, batches).metrics["loss"]
+    with hp.mask(model, {layers[0].name: [1], layers[1].name: [0, 2]}, layers=layers):
+        masked = hp.evaluate(model, batches).metrics["loss"]
+    assert faithfulness.loss_with(model, layers, [0, 2, 4], batches, {}) == pytest.approx(masked, abs=1e-12)
+    fill = faithfulness.mean_fill(model, layers, batches)
+    for head, added in enumerate(hp.score(model, batches, "mean-ablation").flat().tolist()):
+        others = [i for i in range(6) if i != head]
+        without = faithfulness.loss_with(model, layers, others, batches, fill)
+        assert without - dense == pytest.approx(added, abs=1e-10)
 
 
 # -- faults of the machine, a few of each: what benchmarks/faults.py tries, as docs/scale.md has it in full -------------
