@@ -133,8 +133,7 @@ def evaluate(
     Args:
         model: Any model; its mode is left as it was.
         batches: Dicts that the model accepts, with labels, or pairs ``(inputs, labels)`` with ``loss_fn``.
-        metrics: Further metrics, by name (docs/metrics.md), or functions ``(predictions, references) -> float`` of which higher
-            values are better.
+        metrics: Further metrics, by name (docs/metrics.md), or functions of (predictions, references), where higher is better.
         texts: For metrics of texts: how the model answers with them, and the right ones.
         loss_fn: ``loss_fn(output, labels)`` giving one loss per example, ``[batch]``; then only the loss is measured. Not
             needed for dicts with labels.
@@ -146,8 +145,7 @@ def evaluate(
 
     Raises:
         HeadPruneError: No examples, no labels, a loss that is not finite; a model without a loss of its own, if nothing
-            else tells which labels its logits are compared with. A metric that is not known, compares other answers than
-            the model's, or is not defined for these examples.
+            else tells which labels its logits are compared with. A metric that does not exist, or not for these answers.
     """
     asked = [metric for metric in map(metric_of, metrics) if metric.name not in LOSSES]
     losses, kept = ExampleLoss(model, loss_fn), [move(batch, model_device(model)) for batch in listed(batches)]
@@ -169,12 +167,12 @@ def evaluate(
         tasks = [partial(outcome_of, batch, first) for batch, first in zip(prepared, starts, strict=False)]
         outcomes = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
     measurement, read, written = _measurement(outcomes, losses)
-    if missing := {metric.name for metric in map(metric_of, metrics)} & LOSSES.keys() - measurement.metrics.keys():
-        raise _not_given(model, missing.pop())
+    for name in {metric_of(metric).name for metric in metrics} & LOSSES.keys() - measurement.metrics.keys():
+        raise _not_given(model, name)
+    answers = _answers(model, losses.use.convention, *read)
     for metric in asked:
-        as_texts = texts is not None and (TEXTS in metric.forms or not metric.forms)
-        answers = _in_texts(written, texts) if as_texts else _answers(model, losses.use.convention, *read)
-        measurement.metrics[metric.name], measurement.jackknife[metric.name] = metric.measure(answers)
+        measured = metric.measure(_in_texts(written, texts) if texts and metric.takes_texts else answers)
+        measurement.metrics[metric.name], measurement.jackknife[metric.name] = measured
     return measurement
 
 
@@ -196,8 +194,7 @@ def _measurement(
     return measurement, read, written
 
 
-def _in_texts(written: Sequence[str], texts: Texts | None) -> Answers:
-    assert texts is not None
+def _in_texts(written: Sequence[str], texts: Texts) -> Answers:
     if len(written) != len(texts.references):
         message = f"There are {len(texts.references):,} references for {len(written):,} texts."
         raise HeadPruneError(message, "Give one, or a list of several, for each example.")

@@ -16,8 +16,8 @@ from scipy import stats
 from seqeval.metrics import f1_score as entity_f1
 from sklearn import metrics as sk
 
+import headprune as hp
 from headprune.app.models import task_of
-from headprune.generation import Generation
 from tests.support.brute import squad
 from tests.support.commands import metrics_of, run, stderr_of
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
@@ -274,7 +274,7 @@ def test_speech_is_written_without_timestamps() -> None:
     model.generation_config.no_timestamps_token_id = 4  # all words are timestamps
     sounds = [np.float32(row["audio"]["array"]) for row in rows[:3]]
     features = EXTRACTOR(sounds, sampling_rate=16000, return_tensors="pt").input_features
-    assert Generation(tokenizer(), ["a"] * 3).read(model.eval(), {"input_features": features}, 0) == [""] * 3
+    assert hp.Generation(tokenizer(), ["a"] * 3).read(model.eval(), {"input_features": features}, 0) == [""] * 3
 
 
 def test_marian_writes_texts() -> None:

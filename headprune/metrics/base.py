@@ -111,6 +111,10 @@ class Metric:
     sums: Callable[[Answers], np.ndarray] | None = None
     of: Callable[[np.ndarray], float] = float
 
+    @property
+    def takes_texts(self) -> bool:
+        return TEXTS in self.forms or not self.forms
+
     def check(self, form: str) -> None:
         """Refuse a form of answers that this metric does not compare.
 
