@@ -169,7 +169,7 @@ def evaluate(
     measurement, read, written = _measurement(outcomes, losses)
     for name in {metric_of(metric).name for metric in metrics} & LOSSES.keys() - measurement.metrics.keys():
         raise _not_given(model, name)
-    answers = _answers(model, losses.use.convention, *read)
+    answers = _answers(model, losses.use.convention, *read) if asked else Answers("", (), ())
     for metric in asked:
         measured = metric.measure(_in_texts(written, texts) if texts and metric.takes_texts else answers)
         measurement.metrics[metric.name], measurement.jackknife[metric.name] = measured
