@@ -71,7 +71,7 @@ def test_flops_and_max_drop(scored: Path, monkeypatch: pytest.MonkeyPatch) -> No
     run("prune", "--max-drop", "0.9", "-s", "per-layer", "-o", "drop", "--scores", scored, "-q")
     budget = budget_of(Path("drop"))
     assert told.count(json.dumps(budget["drop"], sort_keys=True)) >= 2
-    assert budget["budget"]["high"] <= 0.9
+    assert budget["budget"]["reading"]["high"] <= 0.9
     assert budget["kept"] < 8
     assert "Asked: a loss of no more than 0.9" in Path("drop/report.md").read_text()
 

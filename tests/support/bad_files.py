@@ -71,7 +71,6 @@ MODELS: list[Row] = [
     config("model_type", "nothing", "nothing"),
     config("num_hidden_layers", 3, "no weights for"),
     config("attn_implementation", "someone/kernel", "attention kernel someone/kernel"),
-    config("problem_type", "regression", r"has a regression head \(2 numbers\)", TAKEN),
     *(Row(INSPECT, "config.json", 1, {"config.json": text}) for text in (NESTED, "null")),
     *(Row(INSPECT, "damaged or cut short|does not load|no weights", 1, {"model.safetensors": weights}) for weights in (
         b"\x00" * 4, b"\xff" * 64, (10**6).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"{}")),

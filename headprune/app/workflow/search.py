@@ -213,7 +213,9 @@ def _made_from(config: PruneConfig, scene: Scene, scores: Sequence[HeadScores]) 
     by_groups = any(budget.by_groups for budget in config.search.budgets)
     options, device = asdict(replace(config.search, budgets=())), model_device(scene.model).type
     facts = [versions(), device, scene.options.loading.dtype, scene.options.data.batch_size, options, parts, by_groups]
-    return digest(facts, [s.to_json() for s in scores], fingerprint(scene.model))
+    # Not the values: several processes may add them up in another order than one.
+    known = [[s.method, s.unit, s.examples, s.flat().argsort().tolist()] for s in scores]
+    return digest(facts, known, fingerprint(scene.model))
 
 
 def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> Subject:
