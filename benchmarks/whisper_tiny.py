@@ -259,6 +259,17 @@ def listened(model: Any, processor: Any, batches: Sequence[dict[str, torch.Tenso
     return hp.Measurement({METRIC: rate, "loss": rate}, each, np.full(len(each), np.nan), counts)
 
 
+def rates(model: Any, processor: Any, rows: Sequence[Row]) -> dict[str, float]:
+    """The error rates of transcripts by `headprune.evaluate`, and the word error rate by `listened`."""
+    batches = []
+    for one in rows:
+        features = processor.feature_extractor(one["audio"]["array"], sampling_rate=RATE, return_tensors="pt")
+        batches.append({**features, "labels": torch.tensor([processor.tokenizer(one["text"]).input_ids[1:]])})
+    texts, names = hp.Generation(processor.tokenizer, [one["text"] for one in rows]), ("wer", "wer_normalised", "cer")
+    measured = hp.evaluate(model, batches, metrics=names, texts=texts).metrics
+    return {**{name: measured[name] for name in names}, METRIC: listened(model, processor, batches).metrics[METRIC]}
+
+
 def main() -> None:
     if HOME.joinpath("data").exists():
         sys.exit(f"{HOME} exists; remove it to build it again")
@@ -273,14 +284,7 @@ def main() -> None:
     read = synthetic()
     parts = {split: list(islice(read, count)) for split, count in SPLITS.items()}
 
-    def rate(rows: Sequence[Row]) -> float:
-        batches = []
-        for one in rows:
-            features = processor.feature_extractor(one["audio"]["array"], sampling_rate=RATE, return_tensors="pt")
-            batches.append({**features, "labels": torch.tensor([processor.tokenizer(one["text"]).input_ids])})
-        return listened(model, processor, batches).metrics[METRIC]
-
-    found |= {"synthetic": rate(parts["test"]), "recorded": rate(people)}
+    found |= {"synthetic": rates(model, processor, parts["test"]), "recorded": rates(model, processor, people)}
     write(HOME / "recorded" / "test.parquet", people)
     for split, rows in parts.items():
         write(HOME / "data" / f"{split}.parquet", rows)

@@ -321,10 +321,15 @@ def compare(dense: Measurement, pruned: Measurement, metric: str | None = None) 
     elif metric == "accuracy":
         low, high = max(low, -1.0), min(high, 1.0)
     p = p_value(parts.mean, half / quantile(parts.examples), parts.examples)
-    verdict = "no measurable change"
-    if high < 0 or low > 0:
-        verdict = "better" if (value > 0) == higher else "worse"
+    verdict = verdict_of(low, high, higher)
     return Change(metric, value, low, high, p, verdict, len(dense), float(carried_by(effects)))
+
+
+def verdict_of(low: float, high: float, higher: bool) -> str:
+    """The verdict on a change with this interval; ``higher``: whether a higher metric is better."""
+    if low <= 0 <= high:
+        return "no measurable change"
+    return "better" if (low > 0) == higher else "worse"
 
 
 @dataclass(frozen=True)

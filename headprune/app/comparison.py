@@ -14,7 +14,7 @@ from headprune.app.report.verdict import headline_row
 from headprune.app.runs import RunFolder
 from headprune.documents import Count, to_json
 from headprune.errors import HeadPruneError
-from headprune.evaluation import Change, compare
+from headprune.evaluation import Change, compare, verdict_of
 from headprune.latency import Speedup
 from headprune.metrics import LOSSES, metric_named
 
@@ -83,7 +83,7 @@ def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
     (run, metrics), (other_run, other) = opened = [_open(folder) for folder in (first, second)]
     if metrics.metric != other.metric:
         message = f"{first.path} is measured by {metrics.metric}, {second.path} by {other.metric}."
-        raise HeadPruneError(message, "Compare runs of the same kind.")
+        raise HeadPruneError(message, "`headprune evaluate MODEL MODEL -d DATA --metric NAME` measures both by one.")
     notes: list[str] = []
     values, pairs = _values(first, second, metrics.metric, notes), []
     for a, b in _matched(run, metrics, other_run, other):
@@ -174,9 +174,7 @@ def _independent(a: Measured, b: Measured, metric: str) -> Change:
     error = half / norm.ppf(0.975)
     p = float(2 * norm.sf(abs(value) / error)) if error else float(value == 0)
     low, high = value - half, value + half
-    verdict = "no measurable change"
-    if low > 0 or high < 0:
-        verdict = "better" if (value > 0) == metric_named(metric).higher else "worse"
+    verdict = verdict_of(low, high, metric_named(metric).higher)
     if ratio:
         value, low, high = map(math.expm1, (value, low, high))
     return Change(metric, value, low, high, p, verdict, min(a.examples, b.examples))

@@ -117,6 +117,8 @@ class ReportValues:
         arrays = {"rows": self.rows, "inputs": self.inputs, "tokens": next(iter(self.models.values())).tokens}
         for name, measurement in self.models.items():
             arrays |= {f"{name}/loss": measurement.loss, f"{name}/correct": measurement.correct}
+            if measurement.texts:
+                arrays[f"{name}/texts"] = np.array(measurement.texts)
             for metric, known in measurement.jackknife.items():  # the value first
                 arrays[f"{name}/metric/{metric}"] = np.array([measurement.metrics[metric], *known.without])
         with atomic_file(path) as file:
@@ -134,9 +136,12 @@ class ReportValues:
                 arrays = {name: file[name] for name in file.files}
             names = [name.removesuffix("/loss") for name in arrays if name.endswith("/loss")]
             models = {
-                name: Measurement({}, arrays[f"{name}/loss"], arrays[f"{name}/correct"], arrays["tokens"])
+                name: Measurement(
+                    {}, arrays[f"{name}/loss"], arrays[f"{name}/correct"], arrays["tokens"],
+                    texts=tuple(arrays.get(f"{name}/texts", np.array([])).tolist()),
+                )
                 for name in names
-            }
+            }  # fmt: skip
             for key in [key for key in arrays if "/metric/" in key]:
                 name, _, metric = key.partition("/metric/")
                 value, *without = arrays.pop(key).tolist()
