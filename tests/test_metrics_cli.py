@@ -222,6 +222,17 @@ def test_a_run_is_about_the_first_metric(name: str, metric: str, here: Path, bri
     assert change["value"] == pytest.approx(budget["change"]["value"])
 
 
+@pytest.mark.parametrize("name", ["classes", "ratings", "entities", "questions"])
+def test_an_exported_files_figures_are_the_models(name: str, here: Path) -> None:
+    model, rows = written(here, name)
+    wanted = CASES[name][1](model, rows)
+    run("export", "m", "--to", "onnx", "-o", "m.onnx")
+    asked = [word for metric in wanted for word in ("--metric", metric)]
+    table = json.loads(run("evaluate", "m", "m.onnx", "-d", "d", "-b", 5, "--json", *asked).stdout)["tables"][0]
+    values = {v["metric"]: v["value"] for v in table["values"] if v["model"] == "m.onnx"}
+    assert {metric: values[metric] for metric in wanted} == pytest.approx(wanted, abs=1e-5)
+
+
 def test_drops_are_of_the_first_metric(here: Path, brief: None) -> None:
     """What is generated for every plan would take too long, and is refused before the work."""
     written(here, "classes")
