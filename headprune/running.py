@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +35,34 @@ def tracked(items: Collection[T], progress: Progress) -> Iterator[T]:
     for done, item in enumerate(items, 1):
         yield item
         progress(done, len(items))
+
+
+class SearchConsole(Protocol):
+    """Receives a search's lines and its progress."""
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+
+    def track(self, label: str) -> AbstractContextManager[Progress]:
+        """A progress bar."""
+
+
+class CallbackConsole:
+    """Passes progress to a function that takes (steps done, steps in all, note), if there is one; lines go to the log."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress = progress
+
+    def say(self, text: str) -> None:
+        logging.getLogger("headprune").info(text)
+
+    @contextmanager
+    def track(self, label: str) -> Iterator[Progress]:
+        def report(done: int, total: int, note: str = "") -> None:
+            if self._progress:
+                self._progress(done, total, f"{label} ({note})" if note else label)
+
+        yield report
 
 
 @contextmanager

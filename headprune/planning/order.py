@@ -121,6 +121,11 @@ def sliced(layer: AttentionLayer, scores: Mapping[int, float]) -> list[tuple[int
     return [tuple(sorted(heads)) for heads in zip(*queues, strict=False)]
 
 
+def has_groups(layers: Layers) -> bool:
+    """Whether heads share key/value heads, so that groups or slices of them may be removed."""
+    return any(layer.groups and layer.prunable for layer in layers)
+
+
 def why_stay(layers: Layers, constraints: Constraints) -> tuple[str, ...]:
     """The reasons why some heads cannot be removed."""
     reasons = []
