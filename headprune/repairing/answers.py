@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from headprune.divergence import gives_several, logits_of, part_of, regresses
 from headprune.errors import HeadPruneError
 from headprune.repairing.examples import block_of
-from headprune.repairing.runner import Runner, unwatched
+from headprune.repairing.runner import Runner
 
 SEVERAL = "an example has more than one answer (one for every token, say)."
 MOST_ROWS = 2048  # in the linear system: examples times directions per answer
 _MOST_DIRECTIONS = 4  # per answer; each takes a backward pass
-_NOT = "The answers are not fitted as a whole"
+NOT_FITTED = "The answers are not fitted as a whole"
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def dense_answers(runner: Runner) -> DenseAnswers | str:
         if enough and 2 * runner.examples * directions(len(basis), runner.examples) <= MOST_ROWS:
             known, taken = _answers(runner, own) + known, own + taken
     except HeadPruneError as error:
-        return f"{_NOT}: {error.args[0]}"
+        return f"{NOT_FITTED}: {error.args[0]}"
     if not all(bool(each.isfinite().all()) for each in known):
-        return f"{_NOT}: the dense model's are not all finite."
+        return f"{NOT_FITTED}: the dense model's are not all finite."
     batches, folds = [runner.everything[i] for i in taken], torch.cat([runner.fold(i) for i in taken])
     numbers, examples = torch.cat([runner.numbers(i) for i in taken]), sum(map(len, known))
     some = directions(len(basis), examples)
@@ -120,7 +120,7 @@ def _answers(runner: Runner, taken: Sequence[int]) -> list[Tensor]:
 
 
 def _logits(runner: Runner, batch: Any) -> Tensor:
-    return logits_by_example(runner, runner.run(batch, unwatched), batch).cpu().double()
+    return logits_by_example(runner, runner.run(batch), batch).cpu().double()
 
 
 def _basis(model: nn.Module, classes: int) -> Tensor:

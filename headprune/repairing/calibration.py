@@ -43,14 +43,12 @@ class Statistics:
     """Sums over the tokens of the calibration examples in the dense model. Memory does not grow with the examples.
 
     Attributes:
-        runner: The model and its examples, with mixtures of them.
         directions: Further directions of the values' input, from which new values may be made.
         moments: By output projection, of W_O's inputs (widened by what heads attend to along `directions`) and its
             outputs. Tokens are weighted by how much the answers depend on them. Empty if nothing will be refitted.
         passes: Forward passes over the examples that measuring took; a backward pass counts as two.
     """
 
-    runner: Runner
     directions: Directions
     moments: Mapping[str, Moments]
     passes: float
@@ -65,7 +63,7 @@ class Calibration:
 
     Attributes:
         layers: The model's attention layers.
-        runner: The model, its output projections and the examples.
+        runner: The model, its output projections and the examples; once there are `statistics`, with mixtures of them.
         values: The value projections that can be refitted, by output projection.
         mixtures: How many mixtures of every example are fitted to as well.
         notes: What cannot be refitted, and why.
@@ -119,16 +117,16 @@ class Calibration:
         with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
             wanted = self.repairs and self.projections
             if wanted:
-                runner = runner.with_mixtures(self.mixtures)
+                runner.add_mixtures(self.mixtures)
             directions = find_directions(runner, self.values)
             moments = _sum_moments(runner, directions, self.progress) if wanted else {}
-        return Statistics(runner, directions, moments, runner.passes - before)
+        return Statistics(directions, moments, runner.passes - before)
 
     @cached_property
     def answers(self) -> tuple[DenseAnswers | str, float]:
         """The dense answers that the last step is fitted to, or why there are none; and the passes that they took."""
-        runner = self.statistics.runner
-        before = runner.passes
+        assert self.statistics is not None  # first, since it adds mixtures to the examples
+        runner, before = self.runner, self.runner.passes
         return dense_answers(runner), runner.passes - before
 
     def losing(self, drop: Heads) -> list[OutputProjection]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from headprune.inputs import doubled, widened
 from headprune.parallel import current
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
-from headprune.repairing.runner import Calls, Runner, replaced, unwatched
+from headprune.repairing.runner import Calls, Runner, replaced
 
 _RANKS = (3, 2, 1)  # numbers of further directions to try, in multiples of head_dim
 _MOST = 2 << 30  # bytes of statistics: larger models get fewer directions
@@ -120,7 +120,7 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
             flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
             seen[name] = seen.get(name, 0.0) + doubled(flat.T @ flat)
 
-        runner.run(batch, unwatched, on_value, values)
+        runner.run(batch, None, on_value, values)
 
     runner.share("directions", [partial(see, batch) for batch in runner.batches], runner.batches)
     for name, value in values.items():  # a rank may have had no batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -48,7 +47,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
         self.model, self.projections = model, projections
-        self._seen = [0.0]  # how many examples the model was run on: runners with and without mixtures share it
+        self._seen = 0.0  # how many examples the model was run on
         device = model_device(model)
         with torch.inference_mode(False):
             self.batches = [usable(move(batch, device)) for batch in nonempty(batches, "repair on")]
@@ -62,11 +61,11 @@ class Runner:
     @property
     def passes(self) -> float:
         """Forward passes over all examples so far, a backward pass counting as two."""
-        return self._seen[0] / self.examples
+        return self._seen / self.examples
 
     def count(self, examples: float) -> None:
         """Add examples that the model was run on to `passes`; a backward pass counts as two."""
-        self._seen[0] += examples
+        self._seen += examples
 
     def share(
         self,
@@ -80,10 +79,10 @@ class Runner:
         Args:
             batches: Each task's batch, if it has one; its size tells how long the task takes.
         """
-        before, ranks = self._seen[0], current()
+        before, ranks = self._seen, current()
         results = ranks.share(name, tasks, [cost_of(batch) for batch in batches] or None, progress)
         if ranks.size > 1:
-            self._seen[0] = before + sum(ranks.gather(f"passes of {name}", self._seen[0] - before))
+            self._seen = before + sum(ranks.gather(f"passes of {name}", self._seen - before))
         return results
 
     def deterministic_eval(self) -> AbstractContextManager[None]:
@@ -109,9 +108,8 @@ class Runner:
         """Cross-validation fold of every example of a batch of `everything`, ``[examples]``."""
         return self.numbers(index) % FOLDS
 
-    def with_mixtures(self, times: int) -> Runner:
-        """A runner with up to ``times`` mixtures of every example; none, unless the model gives one answer for each."""
-        runner = copy.copy(self)
+    def add_mixtures(self, times: int) -> None:
+        """Add up to ``times`` mixtures of every example; none, unless the model gives one answer for each."""
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
         device = model_device(self.model)
         texts = mixed_texts(self.batches, self.rows, times, padding)
@@ -122,13 +120,12 @@ class Runner:
             tasks = [partial(self._answers_once, mixed) for mixed in mixtures[1:]]
             if taken and all(self.share("mixtures", tasks, [mixed.inputs for mixed in mixtures[1:]])):
                 self.count(sum(len(mixed.firsts) for mixed in mixtures))
-                runner.mixtures = tuple(mixtures)
-        return runner
+                self.mixtures = tuple(mixtures)
 
     def _answers_once(self, mixed: Mixed) -> bool:
         """Whether the model gives one vector of logits for every mixture."""
         try:
-            output = self.run(mixed.inputs, unwatched)
+            output = self.run(mixed.inputs)
         except Exception as error:  # a model may want labels, or a certain end of a text, and raise anything
             if is_out_of_memory(error):
                 raise
@@ -150,7 +147,11 @@ class Runner:
         return None if real is None else real.to(x.device).flatten()
 
     def run(
-        self, batch: Any, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
+        self,
+        batch: Any,
+        on_output: OnCall | None = None,
+        on_value: OnCall | None = None,
+        values: Mapping[str, Values] | None = None,
     ) -> Any:
         """Run the model on a batch with hooks on its projections; returns its output.
 
@@ -163,12 +164,11 @@ class Runner:
 
     @contextmanager
     def _calling(
-        self, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
+        self, on_output: OnCall | None, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
     ) -> Iterator[None]:
         """Hooks on the projections, while the context lasts."""
-        callbacks = [(p.name, p.name, on_output) for p in self.projections]
-        if on_value is not None:
-            callbacks += [(own.name, name, on_value) for name, own in (values or {}).items()]
+        callbacks = [(p.name, p.name, on_output) for p in self.projections if on_output]
+        callbacks += [(own.name, name, on_value) for name, own in (values or {}).items() if on_value]
 
         def hook(name: str, then: OnCall, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
             return then(name, args[0] if args else next(iter(kwargs.values())), out)
@@ -290,7 +290,3 @@ def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:
     out = out.clone()
     out[..., at(values.features, out.device).flatten()] = new.flatten(-2).to(out.dtype)
     return out
-
-
-def unwatched(name: str, x: Tensor, y: Tensor) -> None:
-    """An `OnCall` that does nothing."""
