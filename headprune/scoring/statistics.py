@@ -22,7 +22,7 @@ from headprune.offload import is_elsewhere, value_of
 from headprune.scoring.base import Batches, Estimate, Problem, method
 from headprune.scoring.gradient import in_singles, separate, whole_or_singly
 from headprune.seeing.maps import Weights, attention_maps
-from headprune.trace.features import is_matrix
+from headprune.trace.reading import is_matrix
 
 Measure = Callable[[Any, int], Tensor]
 """(batch, number of examples) -> ``[examples, heads + 1]``, float64: the heads' values, then the loss."""
