@@ -14,11 +14,11 @@ import headprune as hp
 from headprune import repairing
 from headprune.attention import Heads
 from headprune.repairing import (
-    answers,
     calibrate,
     calibration,
     checked_repair,
     directions,
+    examples,
     fit_layers,
     gauss_newton,
 )
@@ -588,7 +588,7 @@ def test_many_examples_are_seen_in_part_and_have_fewer_mixtures(monkeypatch: pyt
         assert {mixed.shift for mixed in found.runner.mixtures} == set(range(1, count + 1))
     # Two rows each: mixtures alone, and examples beside them.
     for room, few, many in ((24, 1, 24), (127, 32, 32), (128, 64, 64)):
-        monkeypatch.setattr(answers, "MOST_ROWS", room)
+        monkeypatch.setattr(examples, "MOST_ROWS", room)
         assert few <= calibrated(mixtures=room > 24).answers[0].examples <= many
 
 

@@ -18,18 +18,9 @@ from headprune.inputs import gathered, model_device
 from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.parallel import current
 from headprune.pruned.structure import remove_biases
-from headprune.repairing.answers import DenseAnswers, dense_answers
-from headprune.repairing.directions import Directions, find_directions, inputs_of_heads, refittable_values, room
-from headprune.repairing.examples import mixed_texts
-from headprune.repairing.projections import (
-    FOLDS,
-    Moments,
-    OutputProjection,
-    Values,
-    centred,
-    is_transposed,
-    output_projections,
-)
+from headprune.repairing.directions import Directions, find_directions, refittable_values, room
+from headprune.repairing.examples import DenseAnswers, dense_answers, mixed_texts
+from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, is_transposed, output_projections
 from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Runner
 from headprune.running import Progress, exact_attention
@@ -146,33 +137,6 @@ class Calibration:
             if len(known) > _REMEMBERED:
                 del known[next(iter(known))]
         return known[key]
-
-    def hessian(
-        self, projection: OutputProjection, drop: Heads, mixes: Mapping[int, Tensor], ridge: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Hessian of the ridge regression on the kept dense inputs, widened by head_dim further directions per head.
-
-        Args:
-            drop: The removed heads.
-            mixes: How the heads' new values are made (`headprune.repairing.results.RepairWeights.mixes`).
-
-        Returns:
-            The matrix ``[inputs, inputs]``, the inputs' subtracted mean ``[inputs]``, and the inputs' indices.
-        """
-        moments, index = self.statistics.moments[projection.name], projection.kept(drop)
-        if (values := self.values.get(projection.name)) is None:
-            xx, xy, _ = moments.rows_of(index)
-        else:
-            heads, rank = projection.heads(drop), self.statistics.directions.rank(projection.name)
-            xx, xy, _ = moments.rows_of(inputs_of_heads(projection, values, heads, rank).flatten())
-            index = inputs_of_heads(projection, values, heads, values.head_dim).flatten()
-            turn = _mix_matrix(values, heads, rank, mixes).to(xx.device)
-            xx, xy = turn.T @ xx @ turn, turn.T @ xy
-        a, _, mean, _ = centred(xx.sum(0), xy.sum(0), projection.has_bias)
-        strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
-        # If no input varies, the matrix would be singular.
-        matrix = a + max(strength, 1e-12) * torch.eye(len(a)).to(a)
-        return matrix, mean if projection.has_bias else mean * 0, index
 
     def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """W_O's inputs and the slopes at its outputs in the current model, by module, for every call on a batch.
@@ -335,19 +299,6 @@ def folds_of(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
     counted = None if real is None else real.cpu()
     chosen = (fold == i if counted is None else (fold == i) & counted for i in range(FOLDS))
     return [own.nonzero().flatten().to(x.device) for own in chosen]
-
-
-def _mix_matrix(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
-    """Matrix from old values and all directions to current values and the first head_dim ones; the 1 stays last."""
-    width = values.head_dim
-    blocks = []
-    for h in heads:
-        block = torch.eye(width + rank, 2 * width, dtype=torch.float64)
-        if h in mixes:
-            block[:, :width] = mixes[h]
-        blocks.append(block)
-    matrix: Tensor = torch.block_diag(*blocks, torch.ones(1, 1, dtype=torch.float64))  # type: ignore[no-untyped-call]
-    return matrix
 
 
 def _not_finite(layer: AttentionLayer, what: str) -> HeadPruneError:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headprune.errors import HeadPruneError
 from headprune.inputs import doubled, gathered
-from headprune.repairing.answers import DenseAnswers, logits_by_example
+from headprune.repairing.examples import DenseAnswers, logits_by_example
 from headprune.repairing.layers import downhill
 from headprune.repairing.projections import OutputProjection, at
 from headprune.repairing.results import AnswersRepair, AnswersStep, Changes

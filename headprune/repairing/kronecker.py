@@ -110,9 +110,8 @@ class _Look:
         length, damping = float(-slopes[best] / curvatures[best]), _DAMPINGS[best]
 
         def changes(fold: int | None) -> Changes:
-            return weights_of(
-                {name: (length * own.step(damping, fold)).cpu() for name, own in sums.items()}, self.places
-            )
+            steps = {name: (length * own.step(damping, fold)).cpu() for name, own in sums.items()}
+            return weights_of(steps, self.places)
 
         held_out = (divergence - gains[best]).clamp(min=0)
         facts = AnswersRepair(math.sqrt(divergence), math.sqrt(held_out), damping, examples)
@@ -135,24 +134,18 @@ class _Look:
 
     def _seen(self, index: int) -> tuple[Tensor, Seen]:
         """The divergence of a batch's examples ``[examples]``, summed over tokens, and its slopes, with those of a random projection."""
-        runner, batch, divergences = self.runner, self.runner.batches[index], []
+        runner, model, divergences = self.runner, self.calibration.model, list[Tensor]()
+        batch = runner.batches[index]
         with torch.no_grad(), runner.deterministic_eval():
             known = logits_of(runner.run(batch), batch)
 
         def sums_of(output: Any) -> list[Tensor]:
             now = logits_of(output, batch)
             each = self.divergence.between(known, now, batch)
-            real = (
-                real_tokens(self.calibration.model, batch, "decoder", runner.rows, now.shape[1])
-                if now.ndim > 2
-                else None
-            )
+            real = real_tokens(model, batch, "decoder", runner.rows, now.shape[1]) if now.ndim > 2 else None
             tokens = now.shape[1] if real is None else real.sum(1).to(each.device)
             divergences.append(each.detach() * tokens)
-            return [
-                (each * tokens).sum(),
-                probe_of(self.calibration.model, output, batch, runner.first(index), runner.rows),
-            ]
+            return [(each * tokens).sum(), probe_of(model, output, batch, runner.first(index), runner.rows)]
 
         with self.calibration.applied(self.start.by_module, self.drop):
             seen = runner.slopes_of(batch, self.places, sums_of)
@@ -177,13 +170,8 @@ class _Look:
         """Of every example ``[examples, 3, dampings]``: its divergence, its derivative along the steps of the other fold, and the
         random projection's."""
         divergence, seen = self._seen(index)
-        total = torch.stack(
-            [
-                divergence.double().cpu()[:, None].expand(-1, len(_DAMPINGS)),
-                *torch.zeros(2, len(divergence), len(_DAMPINGS)).double(),
-            ],
-            1,
-        )
+        own = divergence.double().cpu()[:, None].expand(-1, len(_DAMPINGS))
+        total = torch.stack([own, *torch.zeros(2, *own.shape, dtype=torch.float64)], 1)
         for name, calls in seen.items():
             place, kept = self.places[name]
             x, slopes = joined(calls, kept, place.has_bias, len(divergence))

@@ -22,8 +22,8 @@ from headprune.attention import Heads
 from headprune.batches import is_out_of_memory
 from headprune.divergence import Fidelity
 from headprune.errors import HeadPruneError
-from headprune.repairing.answers import NOT_FITTED, SEVERAL
 from headprune.repairing.calibration import Calibration
+from headprune.repairing.examples import NOT_FITTED, SEVERAL
 from headprune.repairing.gauss_newton import gauss_newton
 from headprune.repairing.kronecker import natural_gradient
 from headprune.repairing.layers import OUTPUTS, VALUES, refit_outputs, refit_values
