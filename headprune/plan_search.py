@@ -17,14 +17,13 @@ from torch import nn
 
 from headprune.amounts import flops
 from headprune.attention import AttentionLayer, Heads, Layers
-from headprune.budgets import Budget, Fit, Subject
+from headprune.budgets import Budget, Fit, SearchOptions, Subject
 from headprune.divergence import Fidelity
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate
 from headprune.gates import mask
 from headprune.inputs import Example
 from headprune.losses import LossFn
-from headprune.options import SearchOptions
 from headprune.planning import AUTO, GROUPS, SLICES, Constraints, Order, Search, arrange, has_groups, needs_scores
 from headprune.planning.search import work_of
 from headprune.planning.strategies import Work, effort_named

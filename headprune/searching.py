@@ -11,13 +11,12 @@ from torch import nn
 from headprune.arguments import given_to_choose, layers_for, listed, together
 from headprune.attention import AttentionLayer, Layers
 from headprune.batches import nonempty
-from headprune.budgets import Budget, Subject, budget_of
+from headprune.budgets import Budget, SearchOptions, Subject, budget_of
 from headprune.checkpoint import StockCounts
 from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
 from headprune.inputs import check_weights, inputs_of, usable, without_labels
 from headprune.losses import LossFn
-from headprune.options import SearchOptions
 from headprune.plan_search import SearchResult, Trials, constraints_of, find_plans
 from headprune.planning import AUTO, has_groups, needs_scores
 from headprune.planning.strategies import effort_named
