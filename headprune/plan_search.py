@@ -251,7 +251,7 @@ def find_plans(
         HeadPruneError: A budget that no order can meet.
     """
     start = SearchStart.of(options, trials)
-    sources, work = _affordable(start, orders_for(options, scores), trials, console)
+    sources, work = _affordable(start, orders_for(options, scores), console)
     if len(sources) > 1:
         trials.check_compares()
     orders = _make_orders(start, sources, trials, console)
@@ -303,7 +303,7 @@ class SearchStart:
 def passes_of(options: SearchOptions, scores: Sequence[HeadScores], trials: Trials) -> float:
     """About how many passes over the scoring examples `find_plans` takes for its orders (a backward pass is two)."""
     start = SearchStart.of(options, trials)
-    _, work = _affordable(start, orders_for(options, scores), trials, CallbackConsole())
+    _, work = _affordable(start, orders_for(options, scores), CallbackConsole())
     passes = [each.passes for each in work.values() if each.left_out is None]
     # The dense model is measured once for all.
     return sum(passes) - max(0, len(passes) - 1) * trials.calibration.cost if passes else 0.0
@@ -322,9 +322,7 @@ def levels_of(total: int, counts: Sequence[int]) -> list[int]:
     return sorted({*counts, *above, *([] if below is None else [below])})
 
 
-def _affordable(
-    start: SearchStart, sources: Sources, trials: Trials, console: SearchConsole
-) -> tuple[Sources, dict[str, Work]]:
+def _affordable(start: SearchStart, sources: Sources, console: SearchConsole) -> tuple[Sources, dict[str, Work]]:
     """The orders that the effort allows (at least one), and each one's counted cost; says what is left out.
 
     Counted work decides, so that the same seed gives the same plan on every machine, however busy.
@@ -343,7 +341,7 @@ def _affordable(
             work[name] = cost
         chosen[name] = strategy, scores
     # Statistics, and the first measurement of effects, are made once for all.
-    made = [name for name in chosen if trials.store.known(f"order {name}") is not None]
+    made = [name for name in chosen if start.search.store.known(f"order {name}") is not None]
     if costs := [cost for name, cost in work.items() if cost.left_out is None and name not in made]:
         console.say(f"Planning will take about {max(costs, key=lambda cost: cost.passes)}.")
     return chosen, work

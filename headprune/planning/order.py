@@ -212,9 +212,8 @@ class Order:
         kept = self.kept()
         if keep < kept[-1]:
             why = f" ({'; '.join(self.stays[:3])})" if self.stays else ""
-            message = (
-                f"{kept[-1]} heads cannot be pruned by {self.strategy or 'this order'}{why}, so {keep} is out of reach."
-            )
+            by = f"by {self.strategy or 'this order'}{why}"
+            message = f"{kept[-1]} heads cannot be pruned {by}, so {keep} is out of reach."
             raise HeadPruneError(message, f"Keep at least {kept[-1]}.")
         steps = next(n for n, k in enumerate(kept) if k <= keep)
         plan = self.after(steps)

@@ -154,9 +154,7 @@ def checked_repair(
     if calibration.runner.examples < _LEAST:
         note = f"Nothing was repaired: fewer than {_LEAST} examples cannot show whether that does better."
         return replace(drop_columns(calibration, drop), note=note)
-    far: Callable[[RepairWeights], tuple[Tensor, Tensor]] = (
-        _Crossed(calibration, drop) if choose is None else partial(_on_others, calibration, drop, choose)
-    )
+    far = _Crossed(calibration, drop) if choose is None else partial(_on_others, calibration, drop, choose)
     best = latest = old = drop_columns(calibration, drop, biases=True)
     fitted, estimated = far(old)
     trials: list[Trial] = []

@@ -130,9 +130,8 @@ def _projections(trace: Tracer, attention: AttentionCall) -> tuple[HeadFeatures,
     for module, rows in attention.rows.items():
         if module not in others or is_inside(module, attention.module):
             rows = filled(rows, trace.records[module].size_out)
-            shared = (
-                set.intersection(*rows) if len(rows) > 1 else set()
-            )  # features of all heads (MQA, latent attention) stay
+            # Features of all heads (MQA, latent attention) stay.
+            shared = set.intersection(*rows) if len(rows) > 1 else set()
             own[module] = [features - shared for features in rows]
     return tuple(HeadFeatures(module, _sorted(rows)) for module, rows in own.items() if any(rows))
 
@@ -218,11 +217,8 @@ def _uncuttable(
         if hasattr(weight, "placements"):
             return f"the weight of {module} is spread over devices (tensor parallel): prune before distributing it"
     of_model: dict[str, Any] = dict([*trace.model.named_parameters(), *trace.model.named_buffers()])
-    named = [
-        *((f"{module}.weight", weight) for module, weight in weights),
-        *((t.name, of_model[t.name]) for t in tables),
-    ]
-    for name, tensor in named:
+    named = [(f"{module}.weight", weight) for module, weight in weights]
+    for name, tensor in (*named, *((t.name, of_model[t.name]) for t in tables)):
         if not _can_be_cut(tensor):
             plain = type(tensor) in (Tensor, nn.Parameter)
             kind = str(tensor.dtype).removeprefix("torch.") if plain else type(tensor).__name__
