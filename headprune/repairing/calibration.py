@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -55,7 +55,6 @@ class Calibration:
     Attributes:
         layers: The model's attention layers.
         runner: The model, its output projections and the examples; once there are `statistics`, with mixtures of them.
-        values: The value projections that can be refitted, by output projection.
         mixtures: How many mixtures of every example are fitted to as well.
         notes: What cannot be refitted, and why.
         repairs: Whether anything will be refitted. If not, no sums are kept, and a search measures the old weights.
@@ -65,7 +64,6 @@ class Calibration:
 
     layers: Layers
     runner: Runner
-    values: Mapping[str, Values]
     mixtures: int
     notes: tuple[str, ...]
     repairs: bool
@@ -81,6 +79,11 @@ class Calibration:
     def projections(self) -> Sequence[OutputProjection]:
         """The output projections that can be refitted."""
         return self.runner.projections
+
+    @property
+    def values(self) -> Mapping[str, Values]:
+        """The value projections that can be refitted, by output projection."""
+        return self.runner.values
 
     @property
     def new_biases(self) -> list[str]:
@@ -99,7 +102,7 @@ class Calibration:
     @property
     def share(self) -> int:
         """Number of further directions for each head's values, in multiples of head_dim."""
-        return room(self.projections, self.values) if self.values else 0
+        return room(self.projections) if self.values else 0
 
     @cached_property
     def statistics(self) -> Statistics:
@@ -109,7 +112,7 @@ class Calibration:
             wanted = self.repairs and self.projections
             if wanted:
                 runner.add_mixtures(self.mixtures)
-            directions = find_directions(runner, self.values)
+            directions = find_directions(runner)
             moments = _sum_moments(runner, directions, self.progress) if wanted else {}
         return Statistics(directions, moments, runner.passes - before)
 
@@ -217,11 +220,14 @@ def calibrate(
     notes: list[str] = []
     with torch.inference_mode(False):
         projections = list(output_projections(model, layers, notes, biases))
+    if not (repair and values):
+        projections = [replace(p, values=None) for p in projections]
     runner = Runner(model, projections, batches)
-    refittable = _refittable(runner, notes) if repair and values else {}
+    if runner.values:
+        _keep_refittable_values(runner, notes)
     times = min(_MIXTURES, _MOST_EXAMPLES // runner.examples - 1) if repair and mixtures else 0
     ridge = ridge if repair else torch.inf
-    return Calibration(layers, runner, refittable, times, tuple(notes), repair, ridge, progress)
+    return Calibration(layers, runner, times, tuple(notes), repair, ridge, progress)
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
@@ -231,20 +237,17 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
         getattr(module, name).copy_(value)
 
 
-def _refittable(runner: Runner, notes: list[str]) -> dict[str, Values]:
-    """The value projections that can be refitted, by output projection; why others cannot is added to ``notes``."""
-    possible = {p.name: p.values for p in runner.projections if p.values}
-    if not possible:
-        return {}
+def _keep_refittable_values(runner: Runner, notes: list[str]) -> None:
+    """Leave out the value projections that cannot be refitted; why they cannot is added to ``notes``."""
     with torch.inference_mode(False), torch.no_grad():
-        values = refittable_values(runner, possible)
-    for name in possible:
-        if name not in values:
+        good = refittable_values(runner)
+    for name in runner.values:
+        if name not in good:
             notes.append(f"{runner.layer(name).name} keeps its old values: its heads are not linear in them alone.")
-    if values and not room(runner.projections, values):
+    runner.projections = [p if p.name in good else replace(p, values=None) for p in runner.projections]
+    if good and not room(runner.projections):
         notes.append("Value projections keep their old weights: their statistics would not fit into memory.")
-        return {}
-    return values
+        runner.projections = [replace(p, values=None) for p in runner.projections]
 
 
 def _sum_moments(runner: Runner, directions: Directions, progress: Progress | None) -> dict[str, Moments]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -134,6 +134,11 @@ class Runner:
         one_each = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(mixed.firsts)
         return one_each and bool(logits.isfinite().all())
 
+    @property
+    def values(self) -> dict[str, Values]:
+        """The value projections that can be refitted, by output projection."""
+        return {p.name: p.values for p in self.projections if p.values}
+
     def layer(self, name: str) -> AttentionLayer:
         """The layer that ends in an output projection of this name; the first, if several do."""
         return next(p.layers[0] for p in self.projections if p.name == name)
@@ -146,29 +151,21 @@ class Runner:
         real = real_tokens(self.model, batch, kind, self.rows, tokens // size)
         return None if real is None else real.to(x.device).flatten()
 
-    def run(
-        self,
-        batch: Any,
-        on_output: OnCall | None = None,
-        on_value: OnCall | None = None,
-        values: Mapping[str, Values] | None = None,
-    ) -> Any:
+    def run(self, batch: Any, on_output: OnCall | None = None, on_value: OnCall | None = None) -> Any:
         """Run the model on a batch with hooks on its projections; returns its output.
 
         Args:
             on_output: Called with W_O's input and output.
-            on_value: Called with those of the value projections ``values``, under the name of their output projection.
+            on_value: Called with those of the `values`, under the name of their output projection.
         """
-        with self._calling(on_output, on_value, values):
+        with self._calling(on_output, on_value):
             return call(self.model, inputs_of(self.model, batch))
 
     @contextmanager
-    def _calling(
-        self, on_output: OnCall | None, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
-    ) -> Iterator[None]:
+    def _calling(self, on_output: OnCall | None, on_value: OnCall | None = None) -> Iterator[None]:
         """Hooks on the projections, while the context lasts."""
         callbacks = [(p.name, p.name, on_output) for p in self.projections if on_output]
-        callbacks += [(own.name, name, on_value) for name, own in (values or {}).items() if on_value]
+        callbacks += [(own.name, name, on_value) for name, own in self.values.items() if on_value]
 
         def hook(name: str, then: OnCall, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
             return then(name, args[0] if args else next(iter(kwargs.values())), out)
@@ -191,9 +188,7 @@ class Runner:
         self.run(batch, on_output)
         return xs, ys
 
-    def run_with_values(
-        self, batch: Any, ys: Calls, on_value: OnCall, values: Mapping[str, Values]
-    ) -> tuple[Calls, list[Tensor]]:
+    def run_with_values(self, batch: Any, ys: Calls, on_value: OnCall) -> tuple[Calls, list[Tensor]]:
         """W_O's inputs and the answers, with values replaced by ``on_value`` and W_O's outputs held at ``ys``."""
         inputs: Calls = {name: [] for name in ys}
         before = {name: iter(calls) for name, calls in ys.items()}
@@ -202,7 +197,7 @@ class Runner:
             inputs[name].append(x)
             return next(before[name]).clone()
 
-        output = self.run(batch, on_output, on_value, values)
+        output = self.run(batch, on_output, on_value)
         return inputs, tensors(output)
 
     # -- slopes ------------------------------------------------------------------------------------
