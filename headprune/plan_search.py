@@ -1,62 +1,189 @@
 """The search itself: orders of removal, and from these the plans that meet the budgets.
 
-`headprune.search`, ``headprune prune`` and its ``--dry-run`` all call `find_plans`; nothing here knows of datasets,
-folders, consoles or options of the command line.
+`headprune.search`, ``headprune prune`` and its ``--dry-run`` all call `find_plans`, which compares plans by `Trials`.
+Nothing here knows of datasets, folders or options of the command line.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Protocol
+from functools import cached_property, partial
+from typing import Any
 
 from torch import nn
 
 from headprune.amounts import flops
-from headprune.attention import Layers
-from headprune.budgets import Budget, Fit, Subject
-from headprune.checkpoint import StockCounts
+from headprune.attention import AttentionLayer, Heads, Layers
+from headprune.budgets import Budget, Fit, SearchOptions, Subject
+from headprune.divergence import Fidelity
 from headprune.errors import HeadPruneError
+from headprune.evaluation import Change, Measurement, compare, evaluate
+from headprune.gates import mask
 from headprune.inputs import Example
-from headprune.options import SearchOptions
-from headprune.planning import AUTO, GROUPS, SLICES, Constraints, Order, Search, arrange, needs_scores, strategy_named
+from headprune.losses import LossFn
+from headprune.planning import AUTO, GROUPS, SLICES, Constraints, Order, Search, arrange, has_groups, needs_scores
 from headprune.planning.search import work_of
 from headprune.planning.strategies import Work, effort_named
-from headprune.running import Progress, tracked
+from headprune.plans import PruningPlan
+from headprune.repairing import Calibration, Repair, calibrate, checked_repair, fit_layers, summary
+from headprune.running import CallbackConsole, SearchConsole, tracked
 from headprune.scoring import HeadScores
-from headprune.trials import ComparedPlan, Trials
+from headprune.store import Store
 
 
-class SearchConsole(Protocol):
-    """Receives a search's lines and its progress."""
+@dataclass(frozen=True)
+class ComparedPlan:
+    """How a plan did on the choosing examples, in nats: divergence from the dense answers, or if not known, the loss.
 
-    def say(self, text: str) -> None:
-        """A line for the user."""
+    A divergence is never below the rounding error of equal answers (`headprune.divergence.Divergence.rounding`).
+    """
 
-    def track(self, label: str) -> AbstractContextManager[Progress]:
-        """A progress bar."""
+    budget: str
+    kept: int
+    divergence: float | None = None
+    loss: float | None = None
 
 
-class CallbackConsole:
-    """Passes progress to a function that takes (steps done, steps in all, note), if there is one; lines go to the log."""
+@dataclass(eq=False)
+class Trials:
+    """Trials of plans on the choosing examples: heads masked, not removed, the others repaired. Each is measured once.
 
-    def __init__(self, progress: Progress | None = None) -> None:
-        self._progress = progress
+    Attributes:
+        model: The dense model. It changes only while a context of `repaired` lasts.
+        layers: Its attention layers.
+        batches: Examples that repair is fitted to, and that heads are ranked by.
+        choose: Other examples, on which plans are compared.
+        repair: Whether the kept heads are refitted in a trial.
+        biases: Whether repair may give a bias to output projections without one.
+        metric: The metric of the trade-off curve, and of a budget of lost accuracy.
+        loss_fn: As for `headprune.evaluate`.
+        store: Keeps the measurements.
+    """
 
-    def say(self, text: str) -> None:
-        logging.getLogger("headprune").info(text)
+    model: nn.Module
+    layers: Layers
+    batches: Sequence[Any]
+    choose: Sequence[Any]
+    repair: bool = True
+    biases: bool = True
+    metric: str = "loss"
+    loss_fn: LossFn | None = None
+    store: Store = field(default_factory=Store)
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """The calibration for repair, on ``batches``; without repair, one that refits nothing."""
+        return calibrate(self.model, self.layers, self.batches, repair=self.repair, biases=self.biases)
+
+    @cached_property
+    def _fidelity(self) -> Fidelity:
+        return Fidelity(self.model, self.choose)
+
+    @property
+    def changed_modules(self) -> Sequence[str]:
+        """The modules whose weights `repaired` may change."""
+        if not self.repair or "calibration" not in vars(self):
+            return ()
+        known = self.calibration
+        # Whole attention modules: a stand-in's projections are parts of tensors with other names in the original.
+        around = [layer.module for layer in self.layers]
+        return [*around, *(p.name for p in known.projections), *(v.name for v in known.values.values())]
+
+    @property
+    def passes(self) -> float:
+        """Forward passes over the examples that repair is fitted to, so far."""
+        return self.calibration.runner.passes if "calibration" in vars(self) else 0.0
+
+    @property
+    def maskable(self) -> list[AttentionLayer]:
+        """The layers whose heads plans count."""
+        return [layer for layer in self.layers if layer.maskable]
+
+    def measure(self, drop: Heads, *, whole: bool = False) -> Measurement:
+        """Evaluate the repaired model on the choosing examples, with some heads masked; ``whole`` as for `repaired`."""
+
+        def measured() -> Measurement:
+            with self.repaired(drop, whole=whole), mask(self.model, drop, layers=self.layers):
+                return evaluate(self.model, self.choose, metrics=[self.metric], loss_fn=self.loss_fn)
+
+        return self.store.get(f"trial {sorted(drop.items())}, {whole}", measured)
 
     @contextmanager
-    def track(self, label: str) -> Iterator[Progress]:
-        def report(done: int, total: int, note: str = "") -> None:
-            if self._progress:
-                self._progress(done, total, f"{label} ({note})" if note else label)
+    def repaired(self, drop: Heads, *, whole: bool = False) -> Iterator[Repair | None]:
+        """Repair the model while the context lasts; gives the `Repair`, or None if nothing was refitted.
 
-        yield report
+        Args:
+            whole: Whether to repair as for the report: with the last step, and without steps that do no better on the
+                choosing examples (`headprune.repairing.steps`).
+        """
+        if not self.repair or not any(drop.values()):
+            yield None
+            return
+        calibration = self.calibration
+        measured = calibration.statistics.passes + (calibration.answers[1] if whole else 0.0)  # once for all plans
+        before = self.passes
+        choose = self._fidelity if whole and self.choose else None
+        weights = checked_repair(calibration, drop, choose) if whole else fit_layers(calibration, drop)
+        with calibration.applied(weights.by_module):
+            yield summary(calibration, weights, measured + self.passes - before) if weights else None
+
+    def subject(self, example: Example, inputs: Example) -> Subject:
+        """What budgets are measured on: the dense model, with its new biases and changes of the metric.
+
+        Args:
+            example: For the proof of every prune.
+            inputs: What is timed, and what operations are counted on.
+        """
+
+        def change(plan: PruningPlan) -> Change:
+            return compare(self.measure({}), self.measure(plan.drop, whole=True), self.metric)
+
+        biases = self.calibration.new_biases if self.repair else ()
+        return Subject(self.model, self.layers, example, inputs, biases, change)
+
+    @property
+    def judged_by(self) -> str:
+        """What `merit` measures, for the report."""
+        return "the divergence (KL) from the dense model's answers" if self._fidelity.known else "the loss"
+
+    def check_compares(self) -> None:
+        """Refuse to compare plans without choosing examples.
+
+        Raises:
+            HeadPruneError: There are none.
+        """
+        if not self.choose:
+            message = "There are no examples to choose between plans by: one batch was given, and no others."
+            raise HeadPruneError(message, "Pass choose=[batch, …] with other examples.")
+
+    def merit(self, plan: PruningPlan) -> float:
+        """How good a plan is; higher is better.
+
+        Minus the logarithm of the divergence from the dense model's answers, so that large and small budgets weigh
+        alike; minus the loss, if these answers are not known.
+
+        Raises:
+            HeadPruneError: There are no choosing examples.
+        """
+        self.check_compares()
+        if not self._fidelity.known:
+            return -self.measure(plan.drop).metrics["loss"]
+
+        def nearness() -> float:
+            with self.repaired(plan.drop), mask(self.model, plan.drop, layers=self.layers):
+                return -self._fidelity.log_divergence()
+
+        return self.store.get(f"merit {sorted(plan.drop.items())}", nearness)
+
+    def judge(self, plan: PruningPlan) -> ComparedPlan:
+        """The divergence or loss that `merit` measures, in nats."""
+        cost = -self.merit(plan)
+        if self._fidelity.known:
+            return ComparedPlan(plan.budget, plan.kept, divergence=math.exp(cost))
+        return ComparedPlan(plan.budget, plan.kept, loss=cost)
 
 
 Sources = dict[str, tuple[str, HeadScores | None]]
@@ -74,11 +201,7 @@ def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> Sources:
 
 
 def constraints_of(options: SearchOptions, layers: Layers) -> Constraints:
-    """The constraints for a model's maskable layers.
-
-    Raises:
-        HeadPruneError: A layer or head that is not there.
-    """
+    """The constraints for a model's maskable layers; raises HeadPruneError for a layer or head that is not there."""
     return Constraints.parse(options.protect, layers, options.min_heads_per_layer)
 
 
@@ -128,7 +251,7 @@ def find_plans(
         HeadPruneError: A budget that no order can meet.
     """
     start = SearchStart.of(options, trials)
-    sources, work = _affordable(start, orders_for(options, scores), trials, console)
+    sources, work = _affordable(start, orders_for(options, scores), console)
     if len(sources) > 1:
         trials.check_compares()
     orders = _make_orders(start, sources, trials, console)
@@ -167,7 +290,8 @@ class SearchStart:
         by_groups = any(budget.by_groups for budget in options.budgets) or not has_groups(layers)
         search = Search(
             layers, constraints=constraints_of(options, layers), model=trials.model, batches=trials.batches,
-            store=trials.store, effort=effort_named(options.effort), loss_fn=trials.loss_fn,
+            calibration=None if needs_scores(options.strategy) else trials.calibration, store=trials.store,
+            effort=effort_named(options.effort), loss_fn=trials.loss_fn,
         )  # fmt: skip
         # Below all budgets, the curve's plans come from the last measurement of the model: no budget needs more.
         levels = [k for k in levels_of(total, counts) if not counts or k >= min(counts)]
@@ -179,15 +303,10 @@ class SearchStart:
 def passes_of(options: SearchOptions, scores: Sequence[HeadScores], trials: Trials) -> float:
     """About how many passes over the scoring examples `find_plans` takes for its orders (a backward pass is two)."""
     start = SearchStart.of(options, trials)
-    _, work = _affordable(start, orders_for(options, scores), trials, CallbackConsole())
+    _, work = _affordable(start, orders_for(options, scores), CallbackConsole())
     passes = [each.passes for each in work.values() if each.left_out is None]
     # The dense model is measured once for all.
     return sum(passes) - max(0, len(passes) - 1) * trials.calibration.cost if passes else 0.0
-
-
-def has_groups(layers: Layers) -> bool:
-    """Whether heads share key/value heads, so that groups or slices of them may be removed."""
-    return any(layer.groups and layer.prunable for layer in layers)
 
 
 def levels_of(total: int, counts: Sequence[int]) -> list[int]:
@@ -203,9 +322,7 @@ def levels_of(total: int, counts: Sequence[int]) -> list[int]:
     return sorted({*counts, *above, *([] if below is None else [below])})
 
 
-def _affordable(
-    start: SearchStart, sources: Sources, trials: Trials, console: SearchConsole
-) -> tuple[Sources, dict[str, Work]]:
+def _affordable(start: SearchStart, sources: Sources, console: SearchConsole) -> tuple[Sources, dict[str, Work]]:
     """The orders that the effort allows (at least one), and each one's counted cost; says what is left out.
 
     Counted work decides, so that the same seed gives the same plan on every machine, however busy.
@@ -214,7 +331,7 @@ def _affordable(
     chosen: Sources = {}
     work: dict[str, Work] = {}
     for name, (strategy, scores) in sources.items():
-        cost = work_of(start.search, lambda: trials.calibration, strategy, start.levels, len(start.kinds))
+        cost = work_of(start.search, strategy, start.levels, len(start.kinds))
         if strategy == "re-scored" and chosen and effort.flops is not None and cost.flops > effort.flops:
             why = f"it would take about {cost}, and at effort {effort.name} an order may take {flops(effort.flops, 3)}"
             work[name] = replace(cost, left_out=why)
@@ -224,7 +341,7 @@ def _affordable(
             work[name] = cost
         chosen[name] = strategy, scores
     # Statistics, and the first measurement of effects, are made once for all.
-    made = [name for name in chosen if trials.store.known(f"order {name}") is not None]
+    made = [name for name in chosen if start.search.store.known(f"order {name}") is not None]
     if costs := [cost for name, cost in work.items() if cost.left_out is None and name not in made]:
         console.say(f"Planning will take about {max(costs, key=lambda cost: cost.passes)}.")
     return chosen, work
@@ -232,17 +349,12 @@ def _affordable(
 
 def _make_orders(start: SearchStart, sources: Sources, trials: Trials, console: SearchConsole) -> dict[str, Order]:
     """Make the orders, by name."""
-
-    def make(strategy: str, scores: HeadScores | None, progress: Progress) -> Order:
-        search = replace(start.search, scores=scores, progress=progress)
-        if strategy_named(strategy).runs_model:
-            search = replace(search, calibration=trials.calibration)
-        return arrange(search, strategy, start.levels, trials.merit, start.kinds, start.counts)
-
     orders: dict[str, Order] = {}
     for name, (strategy, scores) in sources.items():
         with console.track(f"planning by {strategy}, {name}" if scores else f"planning by {name}") as progress:
-            orders[name] = trials.store.get(f"order {name}", partial(make, strategy, scores, progress))
+            search = replace(start.search, scores=scores, progress=progress)
+            make = partial(arrange, search, strategy, start.levels, trials.merit, start.kinds, start.counts)
+            orders[name] = trials.store.get(f"order {name}", make)
     if len(orders) > 1 and trials.passes:
         examples = trials.calibration.runner.examples
         console.say(f"All orders together took about {trials.passes:.0f} forward passes over {examples:,} examples.")
@@ -280,25 +392,3 @@ def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
     drops = [fit for fit in fits if fit.budget is not None and fit.budget.by_metric]
     merit = sum(trials.merit(fit.plan) for fit in fits)
     return (-sum(fit.plan.kept for fit in drops), -math.inf if math.isnan(merit) else merit)
-
-
-def subject_of(trials: Trials, example: Example, inputs: Example) -> Subject:
-    """The `Subject` that budgets are measured on: the dense model, with its new biases and changes of the metric.
-
-    Args:
-        example: For the proof of every prune.
-        inputs: What is timed, and what operations are counted on.
-    """
-    biases = trials.calibration.new_biases if trials.repair else ()
-    return Subject(trials.model, trials.layers, example, inputs, biases, trials.change_at)
-
-
-def may_add_biases(strategy: str, model: nn.Module, layers: Layers) -> bool:
-    """Whether repair may add biases: not to ``uniform`` plans of a stock class that has no place for them."""
-    counts = StockCounts.of(model, layers) if strategy == "uniform" else None
-    return counts is None or counts.has_place_for_biases()
-
-
-def candidates(scores: Sequence[HeadScores]) -> list[HeadScores]:
-    """The scores to plan by: random ones only if there is nothing else."""
-    return [s for s in scores if s.method != "random"] or list(scores)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +35,34 @@ def tracked(items: Collection[T], progress: Progress) -> Iterator[T]:
     for done, item in enumerate(items, 1):
         yield item
         progress(done, len(items))
+
+
+class SearchConsole(Protocol):
+    """Receives a search's lines and its progress."""
+
+    def say(self, text: str) -> None:
+        """A line for the user."""
+
+    def track(self, label: str) -> AbstractContextManager[Progress]:
+        """A progress bar."""
+
+
+class CallbackConsole:
+    """Passes progress to a function that takes (steps done, steps in all, note), if there is one; lines go to the log."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress = progress
+
+    def say(self, text: str) -> None:
+        logging.getLogger("headprune").info(text)
+
+    @contextmanager
+    def track(self, label: str) -> Iterator[Progress]:
+        def report(done: int, total: int, note: str = "") -> None:
+            if self._progress:
+                self._progress(done, total, f"{label} ({note})" if note else label)
+
+        yield report
 
 
 @contextmanager
@@ -216,21 +245,29 @@ def config_kept(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> AbstractContextManager[None]:
     """Disable gradients of the weights while the context lasts, which halves the time of a backward pass to the gates."""
-    before = [(module, name, module._parameters[name]) for module, name in trainable(model)]
-    for *_, p in before:
-        if p is not None:
-            p.requires_grad_(False)
+    return requiring_gradients(((module._parameters, name) for module, name in trainable(model)), False)
+
+
+@contextmanager
+def requiring_gradients(places: Iterable[tuple[Any, str]], required: bool) -> Iterator[None]:
+    """Let tensors require gradients, or not, while the context lasts.
+
+    Args:
+        places: Each tensor's dict and name there, since Accelerate's hooks may replace the tensors whenever a module runs.
+    """
+    held = [(own, name, own[name]) for own, name in places if own[name] is not None]
+    before = [(own, name, t, t.requires_grad) for own, name, t in held if t.is_floating_point() and t.is_leaf]
     try:
+        for *_, tensor, _ in before:
+            tensor.requires_grad_(required)
         yield
     finally:
-        for module, name, p in before:
-            if p is not None:
-                p.requires_grad_(True)
-            if (now := module._parameters.get(name)) is not None:  # accelerate's hooks may have replaced it
-                now.requires_grad_(True)
+        for own, name, tensor, was in before:
+            tensor.requires_grad_(was)
+            if (now := own.get(name)) is not None and now is not tensor and now.is_leaf:
+                now.requires_grad_(was)
 
 
 def forget_compiled() -> None:

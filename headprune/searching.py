@@ -11,29 +11,18 @@ from torch import nn
 from headprune.arguments import given_to_choose, layers_for, listed, together
 from headprune.attention import AttentionLayer, Layers
 from headprune.batches import nonempty
-from headprune.budgets import Budget, Subject, budget_of
+from headprune.budgets import Budget, SearchOptions, Subject, budget_of
+from headprune.checkpoint import StockCounts
 from headprune.errors import HeadPruneError
 from headprune.evaluation import measurable
 from headprune.inputs import check_weights, inputs_of, usable, without_labels
 from headprune.losses import LossFn
-from headprune.options import SearchOptions
-from headprune.plan_search import (
-    CallbackConsole,
-    SearchConsole,
-    SearchResult,
-    candidates,
-    constraints_of,
-    find_plans,
-    has_groups,
-    may_add_biases,
-    subject_of,
-)
-from headprune.planning import AUTO, needs_scores
+from headprune.plan_search import SearchResult, Trials, constraints_of, find_plans
+from headprune.planning import AUTO, has_groups, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import Keep, PruningPlan
-from headprune.running import Progress
+from headprune.running import CallbackConsole, Progress, SearchConsole
 from headprune.scoring import DEFAULT_METHODS, HeadScores, maskable_of, score
-from headprune.trials import Trials
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -136,7 +125,7 @@ def _search(
             known.append(score(model, fitted, method, progress=report, **settings))
     biases = may_add_biases(options.strategy, model, layers)
     trials = Trials(model, layers, fitted, others, repair=options.repair, biases=biases, metric=metric, loss_fn=loss_fn)
-    subject = subject_of(trials, inputs, inputs)
+    subject = trials.subject(inputs, inputs)
     return find_plans(options, candidates(known), trials, lambda budget: subject, console)
 
 
@@ -185,3 +174,14 @@ def split_batches(batches: list[Any], choose: Iterable[Any] | None, compares: bo
         return batches, []
     aside = set(range(_SET_ASIDE - 1, len(batches), _SET_ASIDE)) or {len(batches) - 1}
     return [b for i, b in enumerate(batches) if i not in aside], [batches[i] for i in sorted(aside)]
+
+
+def may_add_biases(strategy: str, model: nn.Module, layers: Layers) -> bool:
+    """Whether repair may add biases: not to ``uniform`` plans of a stock class that has no place for them."""
+    counts = StockCounts.of(model, layers) if strategy == "uniform" else None
+    return counts is None or counts.has_place_for_biases()
+
+
+def candidates(scores: Sequence[HeadScores]) -> list[HeadScores]:
+    """The scores to plan by: random ones only if there is nothing else."""
+    return [s for s in scores if s.method != "random"] or list(scores)

@@ -371,8 +371,7 @@ def test_a_12_by_4_model_is_looked_at_again_on_1024_examples() -> None:
     model = randomise(tf.BertForSequenceClassification(config))
     batch = labelled(model, text(2, 64, seed=0), seed=0)
     layers, batches = hp.find_attention(model, batch), [batch] * 512
-    search = Search(layers, model=model, batches=batches)
-    calibration = calibrate(model, layers, batches)
-    work = work_of(search, lambda: calibration, "re-scored", [6, 12, 16, 18, 24, 30, 36, 42])
+    search = Search(layers, model=model, batches=batches, calibration=calibrate(model, layers, batches))
+    work = work_of(search, "re-scored", [6, 12, 16, 18, 24, 30, 36, 42])
     assert (work.examples, work.flops <= (EFFORTS["normal"].flops or 0)) == (1024, True)
-    assert work_of(search, lambda: calibration, "one-shot", [6]).passes == 0
+    assert work_of(search, "one-shot", [6]).passes == 0

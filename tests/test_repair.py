@@ -14,19 +14,18 @@ import headprune as hp
 from headprune import repairing
 from headprune.attention import Heads
 from headprune.repairing import (
-    answers,
     calibrate,
     calibration,
     checked_repair,
     directions,
+    examples,
     fit_layers,
     gauss_newton,
-    kronecker,
 )
 from headprune.repairing import layers as layer_steps
 from headprune.repairing.examples import probe_of
 from headprune.repairing.gauss_newton import choose_coordinates
-from headprune.repairing.steps import better
+from headprune.repairing.steps import better, refit_answers
 from tests.support import brute
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, noise
@@ -584,10 +583,12 @@ def test_as_many_directions_as_there_is_room_for(shares: int, monkeypatch: pytes
 def test_many_examples_are_seen_in_part_and_have_fewer_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     for room, count in ((63, 0), (64, 1), (96, 2)):  # there are 32 examples
         monkeypatch.setattr(calibration, "_MOST_EXAMPLES", room)
-        assert {mixed.shift for mixed in calibrated().statistics.runner.mixtures} == set(range(1, count + 1))
+        found = calibrated()
+        assert found.statistics.passes > 0
+        assert {mixed.shift for mixed in found.runner.mixtures} == set(range(1, count + 1))
     # Two rows each: mixtures alone, and examples beside them.
     for room, few, many in ((24, 1, 24), (127, 32, 32), (128, 64, 64)):
-        monkeypatch.setattr(answers, "MOST_ROWS", room)
+        monkeypatch.setattr(examples, "MOST_ROWS", room)
         assert few <= calibrated(mixtures=room > 24).answers[0].examples <= many
 
 
@@ -618,7 +619,7 @@ def test_many_answers_come_nearer_on_other_texts(name: str) -> None:
     assert trial.after < trial.before
     dense_model = calibrate(model, layers, [example], values=False)
     start = fit_layers(dense_model, drop)
-    found: Any = kronecker.refit_token_answers(dense_model, drop, start)
+    found: Any = refit_answers(dense_model, drop, start)
     dense, runner, real = brute.logits(model, example), dense_model.runner, example["attention_mask"] != 0
     with torch.inference_mode(False), dense_model.applied(start.by_module, drop):
         seen = runner.slopes_of(example, start.by_module, lambda out: [

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field, StrictBool, StrictInt
 
+from headprune.budgets import MAX_SEED
 from headprune.errors import HeadPruneError, registered
-from headprune.options import MAX_SEED
 
 _data, _model, _training, _tasks = (
     partial(typer.Option, rich_help_panel=panel)

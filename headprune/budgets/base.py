@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from headprune.planning import Order
     from headprune.plans import PruningPlan
 
-_SHARE = "of the dense model's"
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -191,15 +189,10 @@ class Budget(ABC):
             kept: Heads that stay.
             where: What it was measured on, where that is more than a copy of the model.
         """
-        of = f" {_SHARE} {self.limits}" if self.relative else ""
+        of = f" of the dense model's {self.limits}" if self.relative else ""
         low, high = self.show(reading.low), self.show(reading.high)
         interval = f" (95 %: {low} to {high})" if reading.low < reading.high else ""
         return f"at most {self.show(self.amount)}{of}; with {kept} heads it is {self.show(reading.value)}{interval}{where}."
-
-    @property
-    def amount_unit(self) -> str:
-        """What `amount` counts: a share of the dense model's, or `unit`."""
-        return _SHARE if self.relative else self.unit
 
 
 PlanCost = Callable[["PruningPlan", bool], Reading]

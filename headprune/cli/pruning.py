@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
+from headprune.budgets import SearchOptions
 from headprune.cli import tables
 from headprune.cli.app import command
 from headprune.cli.options import Budgets, Console, Distil, Model, Seed, Typed, Writing, known_methods, options_of
 from headprune.errors import HeadPruneError, ScoresError
-from headprune.options import SearchOptions
 
 if TYPE_CHECKING:
     from headprune.app.runs import RunFolder

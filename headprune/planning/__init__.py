@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from headprune.errors import HeadPruneError, import_files, registered
 from headprune.fingerprint import has_identity, identity
-from headprune.planning.order import GROUPS, SLICES, Constraints, Order
-from headprune.planning.strategies import AUTO, STRATEGIES, Search, Strategy, abouts, strategy
+from headprune.planning.order import GROUPS, SLICES, Constraints, Order, has_groups
+from headprune.planning.strategies import AUTO, STRATEGIES, Search, abouts, strategy
 from headprune.plans import Keep, PruningPlan, heads_to_keep
 from headprune.scoring.scores import HeadScores
 
 __all__ = [
-    "AUTO", "GROUPS", "SLICES", "STRATEGIES", "Constraints", "Order", "Search", "abouts", "arrange", "check_strategy", "needs_scores", "plan",
-    "strategy", "strategy_named",
+    "AUTO", "GROUPS", "SLICES", "STRATEGIES", "Constraints", "Order", "Search", "abouts", "arrange", "check_strategy", "has_groups",
+    "needs_scores", "plan", "strategy",
 ]  # fmt: skip
 
 import_files(__name__, __path__)  # the strategies
@@ -80,14 +80,14 @@ def arrange(
     Raises:
         HeadPruneError: An unknown strategy, scores of another model, or nothing to rank by.
     """
-    chosen, scores = strategy_named(strategy), search.scores
+    check_strategy(strategy)
+    scores = search.scores
     if scores and scores.model and search.model and not has_identity(search.model, scores.model):
         message = f"The scores are another model's (fingerprint {scores.model}, this one is {identity(search.model)})."
         raise HeadPruneError(message, "Score this model first.")
     levels = sorted(levels, reverse=True)
-    if not any(layer.groups and layer.prunable for layer in search.layers):
-        kinds = (GROUPS,)
-    orders = [chosen.run(replace(search, kind=kind), levels) for kind in kinds]
+    kinds = kinds if has_groups(search.layers) else (GROUPS,)
+    orders = [STRATEGIES[strategy].run(replace(search, kind=kind), levels) for kind in kinds]
     if len(orders) == 1:
         return orders[0]
     judge = quality or (lambda plan: -_score_lost(plan, scores) if scores else plan.kept)
@@ -118,19 +118,10 @@ def check_strategy(name: str) -> None:
 
 
 def needs_scores(name: str) -> bool:
-    """Whether a strategy ranks heads by given scores; the others run the model.
-
-    Raises:
-        HeadPruneError: There is no strategy of that name.
-    """
-    return name != AUTO and not strategy_named(name).runs_model
-
-
-def strategy_named(name: str) -> Strategy:
-    """The registered strategy of this name.
+    """Whether a strategy ranks heads by given scores; the others, and `AUTO`, run the model.
 
     Raises:
         HeadPruneError: There is no strategy of that name.
     """
     check_strategy(name)
-    return STRATEGIES[name]
+    return name != AUTO and not STRATEGIES[name].runs_model

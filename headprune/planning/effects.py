@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +16,9 @@ from headprune.inputs import call, doubled, gathered, inputs_of, tensors
 from headprune.planning.order import Unit
 from headprune.planning.strategies import spread
 from headprune.repairing import Calibration, OutputProjection, RepairWeights, fit_layers
+from headprune.repairing.directions import inputs_of_heads
 from headprune.repairing.examples import probe_of
+from headprune.repairing.projections import Values, centred
 from headprune.running import frozen
 from headprune.scoring.gradient import finite
 
@@ -148,7 +150,8 @@ def _removal(
     inverse, kept = None, projection.kept(drop)
     mean = torch.zeros(len(kept), dtype=torch.float64)
     if math.isfinite(ridge):
-        hessian, mean, kept = calibration.hessian(projection, drop, weights.mixes.get(projection.name, {}), ridge)
+        mixes = weights.mixes.get(projection.name, {})
+        hessian, mean, kept = _hessian(calibration, projection, drop, mixes, ridge)
         inverse = torch.linalg.inv(hessian)
     at = {int(feature): i for i, feature in enumerate(kept)}
     values = calibration.values.get(projection.name) if inverse is not None else None
@@ -168,6 +171,47 @@ def _removal(
             block += [at[start + j] for start in starts for j in range(values.head_dim)]
         left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
     return _Removal(kept, mean, left, right, columns)
+
+
+def _hessian(
+    calibration: Calibration, projection: OutputProjection, drop: Heads, mixes: Mapping[int, Tensor], ridge: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hessian of the ridge regression on the kept dense inputs, widened by head_dim further directions per head.
+
+    Args:
+        drop: The removed heads.
+        mixes: How the heads' new values are made (`headprune.repairing.results.RepairWeights.mixes`).
+
+    Returns:
+        The matrix ``[inputs, inputs]``, the inputs' subtracted mean ``[inputs]``, and the inputs' indices.
+    """
+    moments, index = calibration.statistics.moments[projection.name], projection.kept(drop)
+    if (values := calibration.values.get(projection.name)) is None:
+        xx, xy, _ = moments.rows_of(index)
+    else:
+        heads, rank = projection.heads(drop), calibration.statistics.directions.rank(projection.name)
+        xx, xy, _ = moments.rows_of(inputs_of_heads(projection, values, heads, rank).flatten())
+        index = inputs_of_heads(projection, values, heads, values.head_dim).flatten()
+        turn = _mix_matrix(values, heads, rank, mixes).to(xx.device)
+        xx, xy = turn.T @ xx @ turn, turn.T @ xy
+    a, _, mean, _ = centred(xx.sum(0), xy.sum(0), projection.has_bias)
+    strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
+    # If no input varies, the matrix would be singular.
+    matrix = a + max(strength, 1e-12) * torch.eye(len(a)).to(a)
+    return matrix, mean if projection.has_bias else mean * 0, index
+
+
+def _mix_matrix(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
+    """Matrix from old values and all directions to current values and the first head_dim ones; the 1 stays last."""
+    width = values.head_dim
+    blocks = []
+    for h in heads:
+        block = torch.eye(width + rank, 2 * width, dtype=torch.float64)
+        if h in mixes:
+            block[:, :width] = mixes[h]
+        blocks.append(block)
+    matrix: Tensor = torch.block_diag(*blocks, torch.ones(1, 1, dtype=torch.float64))  # type: ignore[no-untyped-call]
+    return matrix
 
 
 def _effects(size: int, removal: _Removal, x: Tensor, slope: Tensor) -> Tensor:

@@ -121,6 +121,11 @@ def sliced(layer: AttentionLayer, scores: Mapping[int, float]) -> list[tuple[int
     return [tuple(sorted(heads)) for heads in zip(*queues, strict=False)]
 
 
+def has_groups(layers: Layers) -> bool:
+    """Whether heads share key/value heads, so that groups or slices of them may be removed."""
+    return any(layer.groups and layer.prunable for layer in layers)
+
+
 def why_stay(layers: Layers, constraints: Constraints) -> tuple[str, ...]:
     """The reasons why some heads cannot be removed."""
     reasons = []
@@ -207,9 +212,8 @@ class Order:
         kept = self.kept()
         if keep < kept[-1]:
             why = f" ({'; '.join(self.stays[:3])})" if self.stays else ""
-            message = (
-                f"{kept[-1]} heads cannot be pruned by {self.strategy or 'this order'}{why}, so {keep} is out of reach."
-            )
+            by = f"by {self.strategy or 'this order'}{why}"
+            message = f"{kept[-1]} heads cannot be pruned {by}, so {keep} is out of reach."
             raise HeadPruneError(message, f"Keep at least {kept[-1]}.")
         steps = next(n for n, k in enumerate(kept) if k <= keep)
         plan = self.after(steps)

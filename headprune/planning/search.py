@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from headprune.losses import ExampleLoss
 from headprune.planning.effects import effects
 from headprune.planning.order import SLICES, Order, Unit, sliced
 from headprune.planning.strategies import Search, SearchState, Work, flops_of_pass, spread, strategy
-from headprune.repairing import Calibration, calibrate, fit_layers
+from headprune.repairing import Calibration, fit_layers
 from headprune.repairing.runner import Runner
 
 _LOOKING = ("re-scored", "compensated", "greedy")  # strategies that run the model
@@ -72,7 +71,6 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
         while state.kept > level and (able := [unit for unit in ranked if state.fits(unit)]):
             state.take(min(able[:_TRIED], key=lambda unit: loss(state.without(unit))))
 
-    search = replace(search, calibration=calibration)
     return _in_steps(search, "greedy", stages(SearchState(search).kept, levels), take_best)
 
 
@@ -207,20 +205,17 @@ def stages(total: int, levels: Sequence[int]) -> list[int]:
     return numbers
 
 
-def work_of(
-    search: Search, calibrated: Callable[[], Calibration], strategy: str, levels: Sequence[int], times: int = 1
-) -> Work:
+def work_of(search: Search, strategy: str, levels: Sequence[int], times: int = 1) -> Work:
     """Passes and FLOPs that making an order takes, with the dense model's statistics; 0 if it needs only scores.
 
     They are counted before anything is measured. Solving for weights is not counted.
 
     Args:
-        calibrated: Returns the calibration, for a strategy that runs the model.
         times: How many orders are made: one for each of the kinds (groups, slices).
     """
-    if strategy not in _LOOKING:
+    calibration = search.calibration
+    if strategy not in _LOOKING or calibration is None:
         return Work(0.0, 0.0, sum(map(apparent_size, search.batches)))
-    calibration = calibrated()
     runner = calibration.runner
     start = SearchState(search).kept
     looks = 1 if strategy == "compensated" else max(1, len(stages(start, levels)))
@@ -239,11 +234,7 @@ def _share(runner: Runner, examples: int | None) -> float:
 
 
 def _calibration_of(search: Search) -> Calibration:
-    """The calibration of the repair that will follow, measured; if none will, one that keeps the old weights."""
-    calibration = search.calibration
-    if calibration is None:
-        if search.model is None or not search.batches:
-            raise HeadPruneError("This strategy runs the model, but got none.", "Give Search a model and batches.")
-        calibration = calibrate(search.model, search.layers, search.batches, repair=False)
-    assert calibration.statistics is not None  # measured before passes are counted
-    return calibration
+    """The search's calibration, measured, so that passes are counted from here on."""
+    assert search.calibration is not None
+    assert search.calibration.statistics is not None
+    return search.calibration

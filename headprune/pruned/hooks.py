@@ -1,8 +1,8 @@
 """Forward hooks of pruned modules, and the data that they read, which JSON can hold.
 
 The hooks give a module the kept heads' part of what is still computed for all heads. Do not rename attributes, fields,
-or methods that hooks call (`take`, `place`, `compute`): a model loaded from an older folder runs that folder's hooks on
-the data of this file.
+or methods that hooks call (`called`, `returned`, `take`, `place`, `compute`): a model loaded from an older folder runs
+that folder's hooks on the data of this file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ class HookData:
     """Data of one kind for hooks, which a module keeps in its attribute ``name``."""
 
     name: ClassVar[str]
+    cleans_up: ClassVar[bool] = False  # whether `returned` is called after an error, too
 
     @classmethod
     def of(cls, module: nn.Module) -> Any:
@@ -30,12 +32,17 @@ class HookData:
     def attach(self, module: nn.Module) -> None:
         """Attach the data to a module, and register its hooks unless the module has them already."""
         if self.of(module) is None:
-            self.register(module)
+            module.register_forward_pre_hook(partial(_called, self.name), with_kwargs=True)
+            hook = partial(_returned, self.name)
+            module.register_forward_hook(hook, with_kwargs=True, always_call=self.cleans_up)
         vars(module)[self.name] = self
 
-    def register(self, module: nn.Module) -> None:
-        """Register the hooks."""
-        raise NotImplementedError
+    def called(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What the forward pre-hook makes of the module's arguments."""
+        return args, kwargs
+
+    def returned(self, module: nn.Module, output: Any) -> Any:
+        """What the forward hook makes of the module's output; None leaves it as it is."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields, indices as ranges."""
@@ -46,6 +53,14 @@ class HookData:
     def from_json(cls, data: Mapping[str, Any]) -> Any:
         """The data that `to_json` wrote."""
         return cls(**{name: from_ranges(value) if isinstance(value, str) else value for name, value in data.items()})
+
+
+def _called(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return vars(module)[name].called(module, args, kwargs)  # type: ignore[no-any-return]
+
+
+def _returned(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    return vars(module)[name].returned(module, output)
 
 
 @dataclass(frozen=True)
@@ -99,8 +114,10 @@ class HeadArguments(HookData):
     num_heads: int
     kept: tuple[int, ...]
 
-    def register(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(_take_own_arguments, with_kwargs=True)
+    def called(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        taken = {a.key: self.take(given[a.key], a) for a in self.arguments if a.key in given}
+        return tuple(taken.get(i, v) for i, v in enumerate(args)), {k: taken.get(k, v) for k, v in kwargs.items()}
 
     def take(self, value: Any, argument: HeadArgument) -> Any:
         """The kept heads' part of an argument; an argument that has no part for each head stays whole."""
@@ -124,14 +141,6 @@ class HeadArguments(HookData):
         return cls(tuple(arguments), data["num_heads"], from_ranges(data["kept"]))
 
 
-def _take_own_arguments(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook: the kept heads' part of arguments that hold something for every head."""
-    own = HeadArguments.of(attention)
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    taken = {a.key: own.take(given[a.key], a) for a in own.arguments if a.key in given}
-    return tuple(taken.get(i, v) for i, v in enumerate(args)), {k: taken.get(k, v) for k, v in kwargs.items()}
-
-
 @dataclass(frozen=True)
 class Selection(HookData):
     """Which features of a module's output are passed on.
@@ -143,8 +152,8 @@ class Selection(HookData):
     name = "_headprune_selection"
     stages: tuple[Features, ...]
 
-    def register(self, module: nn.Module) -> None:
-        module.register_forward_hook(_selected)
+    def returned(self, module: nn.Module, output: Tensor) -> Tensor:
+        return self.take(output)
 
     def take(self, output: Tensor) -> Tensor:
         """The features that are passed on."""
@@ -158,11 +167,6 @@ class Selection(HookData):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Selection:
         return cls(tuple(Features(*(frozenset(from_ranges(part)) for part in stage)) for stage in data["stages"]))
-
-
-def _selected(module: nn.Module, args: Any, output: Tensor) -> Any:
-    """Forward hook: the kept heads' features of what a module computes for all."""
-    return Selection.of(module).take(output)
 
 
 @dataclass(frozen=True)
@@ -181,28 +185,19 @@ class Placement(HookData):
     target: tuple[int, ...]
     before: bool = False
 
-    def register(self, module: nn.Module) -> None:
+    def called(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return (self.place(args[0]), *args[1:]) if self.before else args, kwargs
+
+    def returned(self, module: nn.Module, output: Any) -> Any:
         if self.before:
-            module.register_forward_pre_hook(_placed_before)
-        else:
-            module.register_forward_hook(_placed)
+            return output
+        return (self.place(output[0]), *output[1:]) if isinstance(output, tuple) else self.place(output)
 
     def place(self, output: Tensor) -> Tensor:
         """The kept heads' ``output``, widened to all heads with zeros."""
         source, target = (torch.tensor(i, dtype=torch.long, device=output.device) for i in (self.source, self.target))
         whole = output.new_zeros(*output.shape[:-1], self.width)
         return whole.index_copy(-1, target, output.index_select(-1, source))
-
-
-def _placed(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of a module without W_O: puts the kept heads' output where it was among all heads'."""
-    place = Placement.of(module).place
-    return (place(output[0]), *output[1:]) if isinstance(output, tuple) else place(output)
-
-
-def _placed_before(module: nn.Module, args: Any) -> Any:
-    """Forward pre-hook of a norm over all heads: the same, for its input."""
-    return (Placement.of(module).place(args[0]), *args[1:])
 
 
 class _NarrowTensor(Tensor):
@@ -263,41 +258,33 @@ class Narrowing(HookData):
     """The size that a module's inputs claim for their last dimension: ``claimed`` instead of ``width``."""
 
     name = "_headprune_narrow"
+    cleans_up = True
     width: int
     claimed: int
 
-    def register(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(_narrowed, with_kwargs=True)
-        module.register_forward_hook(_no_longer_narrow, always_call=True)
+    def called(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # the first since torch 2.7
+        claims = _Claims(self.claimed) if exporting() else None
 
-
-def _narrowed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Forward pre-hook: makes inputs claim the width of the kept heads."""
-    own = Narrowing.of(module)
-    exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # the first since torch 2.7
-    claims = _Claims(own.claimed) if exporting() else None
-
-    def claim(value: Any) -> Any:
-        features = isinstance(value, Tensor) and value.is_floating_point() and value.ndim in (2, 3)
-        if not features or value.shape[-1] != own.width:
+        def claim(value: Any) -> Any:
+            features = isinstance(value, Tensor) and value.is_floating_point() and value.ndim in (2, 3)
+            if not features or value.shape[-1] != self.width:
+                return value
+            if claims is None:
+                return _NarrowTensor.of(value, self.claimed)
+            claims.narrow.append(value)
             return value
-        if claims is None:
-            return _NarrowTensor.of(value, own.claimed)
-        claims.narrow.append(value)
-        return value
 
-    given = tuple(map(claim, args)), {k: claim(v) for k, v in kwargs.items()}
-    if claims is not None:
-        vars(module)[_CLAIMS] = claims
-        claims.__enter__()  # type: ignore[no-untyped-call] # until the call ends
-    return given
+        given = tuple(map(claim, args)), {k: claim(v) for k, v in kwargs.items()}
+        if claims is not None:
+            vars(module)[_CLAIMS] = claims
+            claims.__enter__()  # type: ignore[no-untyped-call] # until the call ends
+        return given
 
-
-def _no_longer_narrow(module: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook: ends what `_narrowed` began."""
-    claims = vars(module).pop(_CLAIMS, None)
-    if claims is not None:
-        claims.__exit__(None, None, None)
+    def returned(self, module: nn.Module, output: Any) -> None:
+        claims = vars(module).pop(_CLAIMS, None)
+        if claims is not None:
+            claims.__exit__(None, None, None)
 
 
 @dataclass
@@ -326,9 +313,22 @@ class SharedPositionBias(HookData):
         vars(module)["compute_bias"] = self.compute
         super().attach(module)
 
-    def register(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(_take_own_bias, with_kwargs=True)
-        module.register_forward_hook(_restore_whole_bias, with_kwargs=True)
+    def called(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if (whole := kwargs.get("position_bias")) is not None:
+            kwargs = {**kwargs, "position_bias": self.take(whole)}
+        return args, kwargs
+
+    def returned(self, module: nn.Module, output: Any) -> Any:
+        """The output with the whole bias, for the next layer."""
+        hidden, own, *rest = output
+        whole, taken, self.whole, self.taken = self.whole, self.taken, None, None
+        if whole is not None and taken is not None and own.ndim == taken.ndim:
+            # The next layers also need what this layer added for all heads alike, such as a mask.
+            added = own.narrow(self.dim, 0, 1) - taken.narrow(self.dim, 0, 1)
+            whole = torch.where(added == 0, whole, whole + added)
+        if whole is None:  # cross-attention's first layer: zeros, alike for every head
+            whole = own[:, :1].expand(-1, self.num_heads, -1, -1)
+        return (hidden, whole, *rest)
 
     def compute(self, *args: Any, **kwargs: Any) -> Tensor:
         """Replaces the module's ``compute_bias``; returns the kept heads' part of the bias."""
@@ -342,28 +342,6 @@ class SharedPositionBias(HookData):
         self.dim = 1 if whole.shape[1] == self.num_heads or whole.ndim < 4 else 2
         self.taken = whole.index_select(self.dim, torch.tensor(self.kept, device=whole.device))
         return self.taken
-
-
-def _take_own_bias(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook: the kept heads' part of a shared bias."""
-    bias: SharedPositionBias = SharedPositionBias.of(attention)
-    if (whole := kwargs.get("position_bias")) is not None:
-        kwargs = {**kwargs, "position_bias": bias.take(whole)}
-    return args, kwargs
-
-
-def _restore_whole_bias(attention: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    """Forward hook: the whole bias, for the next layer."""
-    bias: SharedPositionBias = SharedPositionBias.of(attention)
-    hidden, own, *rest = output
-    whole, taken, bias.whole, bias.taken = bias.whole, bias.taken, None, None
-    if whole is not None and taken is not None and own.ndim == taken.ndim:
-        # The next layers also need what this layer added for all heads alike, such as a mask.
-        added = own.narrow(bias.dim, 0, 1) - taken.narrow(bias.dim, 0, 1)
-        whole = torch.where(added == 0, whole, whole + added)
-    if whole is None:  # cross-attention's first layer: zeros, alike for every head
-        whole = own[:, :1].expand(-1, bias.num_heads, -1, -1)
-    return (hidden, whole, *rest)
 
 
 HOOK_DATA: dict[str, type[HookData]] = {

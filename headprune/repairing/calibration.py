@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,18 +18,9 @@ from headprune.inputs import gathered, model_device
 from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.parallel import current
 from headprune.pruned.structure import remove_biases
-from headprune.repairing.answers import DenseAnswers, dense_answers
-from headprune.repairing.directions import Directions, find_directions, inputs_of_heads, refittable_values, room
-from headprune.repairing.examples import mixed_texts
-from headprune.repairing.projections import (
-    FOLDS,
-    Moments,
-    OutputProjection,
-    Values,
-    centred,
-    is_transposed,
-    output_projections,
-)
+from headprune.repairing.directions import Directions, find_directions, refittable_values, room
+from headprune.repairing.examples import DenseAnswers, dense_answers, mixed_texts
+from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, is_transposed, output_projections
 from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Runner
 from headprune.running import Progress, exact_attention
@@ -43,14 +34,12 @@ class Statistics:
     """Sums over the tokens of the calibration examples in the dense model. Memory does not grow with the examples.
 
     Attributes:
-        runner: The model and its examples, with mixtures of them.
         directions: Further directions of the values' input, from which new values may be made.
         moments: By output projection, of W_O's inputs (widened by what heads attend to along `directions`) and its
             outputs. Tokens are weighted by how much the answers depend on them. Empty if nothing will be refitted.
         passes: Forward passes over the examples that measuring took; a backward pass counts as two.
     """
 
-    runner: Runner
     directions: Directions
     moments: Mapping[str, Moments]
     passes: float
@@ -65,8 +54,7 @@ class Calibration:
 
     Attributes:
         layers: The model's attention layers.
-        runner: The model, its output projections and the examples.
-        values: The value projections that can be refitted, by output projection.
+        runner: The model, its output projections and the examples; once there are `statistics`, with mixtures of them.
         mixtures: How many mixtures of every example are fitted to as well.
         notes: What cannot be refitted, and why.
         repairs: Whether anything will be refitted. If not, no sums are kept, and a search measures the old weights.
@@ -76,7 +64,6 @@ class Calibration:
 
     layers: Layers
     runner: Runner
-    values: Mapping[str, Values]
     mixtures: int
     notes: tuple[str, ...]
     repairs: bool
@@ -92,6 +79,11 @@ class Calibration:
     def projections(self) -> Sequence[OutputProjection]:
         """The output projections that can be refitted."""
         return self.runner.projections
+
+    @property
+    def values(self) -> Mapping[str, Values]:
+        """The value projections that can be refitted, by output projection."""
+        return self.runner.values
 
     @property
     def new_biases(self) -> list[str]:
@@ -110,7 +102,7 @@ class Calibration:
     @property
     def share(self) -> int:
         """Number of further directions for each head's values, in multiples of head_dim."""
-        return room(self.projections, self.values) if self.values else 0
+        return room(self.projections) if self.values else 0
 
     @cached_property
     def statistics(self) -> Statistics:
@@ -119,16 +111,16 @@ class Calibration:
         with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
             wanted = self.repairs and self.projections
             if wanted:
-                runner = runner.with_mixtures(self.mixtures)
-            directions = find_directions(runner, self.values)
+                runner.add_mixtures(self.mixtures)
+            directions = find_directions(runner)
             moments = _sum_moments(runner, directions, self.progress) if wanted else {}
-        return Statistics(runner, directions, moments, runner.passes - before)
+        return Statistics(directions, moments, runner.passes - before)
 
     @cached_property
     def answers(self) -> tuple[DenseAnswers | str, float]:
         """The dense answers that the last step is fitted to, or why there are none; and the passes that they took."""
-        runner = self.statistics.runner
-        before = runner.passes
+        assert self.statistics is not None  # first, since it adds mixtures to the examples
+        runner, before = self.runner, self.runner.passes
         return dense_answers(runner), runner.passes - before
 
     def losing(self, drop: Heads) -> list[OutputProjection]:
@@ -148,33 +140,6 @@ class Calibration:
             if len(known) > _REMEMBERED:
                 del known[next(iter(known))]
         return known[key]
-
-    def hessian(
-        self, projection: OutputProjection, drop: Heads, mixes: Mapping[int, Tensor], ridge: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Hessian of the ridge regression on the kept dense inputs, widened by head_dim further directions per head.
-
-        Args:
-            drop: The removed heads.
-            mixes: How the heads' new values are made (`headprune.repairing.results.RepairWeights.mixes`).
-
-        Returns:
-            The matrix ``[inputs, inputs]``, the inputs' subtracted mean ``[inputs]``, and the inputs' indices.
-        """
-        moments, index = self.statistics.moments[projection.name], projection.kept(drop)
-        if (values := self.values.get(projection.name)) is None:
-            xx, xy, _ = moments.rows_of(index)
-        else:
-            heads, rank = projection.heads(drop), self.statistics.directions.rank(projection.name)
-            xx, xy, _ = moments.rows_of(inputs_of_heads(projection, values, heads, rank).flatten())
-            index = inputs_of_heads(projection, values, heads, values.head_dim).flatten()
-            turn = _mix_matrix(values, heads, rank, mixes).to(xx.device)
-            xx, xy = turn.T @ xx @ turn, turn.T @ xy
-        a, _, mean, _ = centred(xx.sum(0), xy.sum(0), projection.has_bias)
-        strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
-        # If no input varies, the matrix would be singular.
-        matrix = a + max(strength, 1e-12) * torch.eye(len(a)).to(a)
-        return matrix, mean if projection.has_bias else mean * 0, index
 
     def slopes(self, index: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """W_O's inputs and the slopes at its outputs in the current model, by module, for every call on a batch.
@@ -255,11 +220,14 @@ def calibrate(
     notes: list[str] = []
     with torch.inference_mode(False):
         projections = list(output_projections(model, layers, notes, biases))
+    if not (repair and values):
+        projections = [replace(p, values=None) for p in projections]
     runner = Runner(model, projections, batches)
-    refittable = _refittable(runner, notes) if repair and values else {}
+    if runner.values:
+        _keep_refittable_values(runner, notes)
     times = min(_MIXTURES, _MOST_EXAMPLES // runner.examples - 1) if repair and mixtures else 0
     ridge = ridge if repair else torch.inf
-    return Calibration(layers, runner, refittable, times, tuple(notes), repair, ridge, progress)
+    return Calibration(layers, runner, times, tuple(notes), repair, ridge, progress)
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
@@ -269,20 +237,17 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
         getattr(module, name).copy_(value)
 
 
-def _refittable(runner: Runner, notes: list[str]) -> dict[str, Values]:
-    """The value projections that can be refitted, by output projection; why others cannot is added to ``notes``."""
-    possible = {p.name: p.values for p in runner.projections if p.values}
-    if not possible:
-        return {}
+def _keep_refittable_values(runner: Runner, notes: list[str]) -> None:
+    """Leave out the value projections that cannot be refitted; why they cannot is added to ``notes``."""
     with torch.inference_mode(False), torch.no_grad():
-        values = refittable_values(runner, possible)
-    for name in possible:
-        if name not in values:
+        good = refittable_values(runner)
+    for name in runner.values:
+        if name not in good:
             notes.append(f"{runner.layer(name).name} keeps its old values: its heads are not linear in them alone.")
-    if values and not room(runner.projections, values):
+    runner.projections = [p if p.name in good else replace(p, values=None) for p in runner.projections]
+    if good and not room(runner.projections):
         notes.append("Value projections keep their old weights: their statistics would not fit into memory.")
-        return {}
-    return values
+        runner.projections = [replace(p, values=None) for p in runner.projections]
 
 
 def _sum_moments(runner: Runner, directions: Directions, progress: Progress | None) -> dict[str, Moments]:
@@ -337,19 +302,6 @@ def folds_of(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
     counted = None if real is None else real.cpu()
     chosen = (fold == i if counted is None else (fold == i) & counted for i in range(FOLDS))
     return [own.nonzero().flatten().to(x.device) for own in chosen]
-
-
-def _mix_matrix(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
-    """Matrix from old values and all directions to current values and the first head_dim ones; the 1 stays last."""
-    width = values.head_dim
-    blocks = []
-    for h in heads:
-        block = torch.eye(width + rank, 2 * width, dtype=torch.float64)
-        if h in mixes:
-            block[:, :width] = mixes[h]
-        blocks.append(block)
-    matrix: Tensor = torch.block_diag(*blocks, torch.ones(1, 1, dtype=torch.float64))  # type: ignore[no-untyped-call]
-    return matrix
 
 
 def _not_finite(layer: AttentionLayer, what: str) -> HeadPruneError:

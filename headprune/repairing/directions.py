@@ -13,7 +13,7 @@ from torch import Tensor
 from headprune.inputs import doubled, widened
 from headprune.parallel import current
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
-from headprune.repairing.runner import Calls, Runner, replaced, unwatched
+from headprune.repairing.runner import Calls, Runner, replaced
 
 _RANKS = (3, 2, 1)  # numbers of further directions to try, in multiples of head_dim
 _MOST = 2 << 30  # bytes of statistics: larger models get fewer directions
@@ -26,12 +26,10 @@ class Directions:
 
     Attributes:
         runner: The model.
-        values: The value projections, by output projection.
         along: The directions ``[in, rank]``, by output projection.
     """
 
     runner: Runner
-    values: Mapping[str, Values]
     along: Mapping[str, Tensor]
 
     def rank(self, name: str) -> int:
@@ -41,12 +39,11 @@ class Directions:
     @property
     def shares(self) -> int:
         """Number of passes that read all directions: each reads head_dim of them."""
-        return max((-(-q.shape[1] // self.values[name].head_dim) for name, q in self.along.items()), default=0)
+        return max((-(-q.shape[1] // self.runner.values[name].head_dim) for name, q in self.along.items()), default=0)
 
     def more(self, projection: OutputProjection) -> int:
         """Number of features by which W_O's inputs are widened."""
-        values = self.values.get(projection.name)
-        return 0 if values is None else len(values.owner) * self.rank(projection.name)
+        return 0 if projection.values is None else len(projection.values.owner) * self.rank(projection.name)
 
     def widened(self, batch: Any, xs: Calls, ys: Calls, names: Sequence[str], shares: int | None = None) -> Calls:
         """W_O's inputs ``xs``, widened by what every head attends to along the directions.
@@ -59,11 +56,12 @@ class Directions:
             shares: How many of the directions to read, in multiples of head_dim; all by default.
         """
         parts: dict[str, list[list[Tensor]]] = {n: [[] for _ in xs[n]] for n in names}
-        chosen = [n for n in names if n in self.values]
+        every = self.runner.values
+        chosen = [n for n in names if n in every]
         for share in range(shares if shares is not None else self.shares if chosen else 0):
 
             def on_value(name: str, x: Tensor, out: Tensor, share: int = share) -> Tensor | None:
-                values = self.values[name]
+                values = every[name]
                 width = values.head_dim
                 q = at(self.along[name], x.device, x.dtype)[:, share * width : (share + 1) * width]
                 if name not in chosen or not q.shape[1]:
@@ -71,9 +69,9 @@ class Directions:
                 other = torch.nn.functional.pad(x @ q, (0, width - q.shape[1]))
                 return replaced(values, out, other[..., None, :].expand(*other.shape[:-1], len(values.features), width))
 
-            calls, _ = self.runner.run_with_values(batch, ys, on_value, self.values)
+            calls, _ = self.runner.run_with_values(batch, ys, on_value)
             for name in chosen:
-                values = self.values[name]
+                values = every[name]
                 width = min(values.head_dim, self.rank(name) - share * values.head_dim)
                 for call_, x in zip(parts[name], calls[name], strict=True):
                     if width > 0:
@@ -98,10 +96,10 @@ class Directions:
         yield part
 
 
-def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
+def find_directions(runner: Runner) -> Directions:
     """Find the best directions, as many as fit into memory, in one pass over the examples."""
-    if not values:
-        return Directions(runner, {}, {})
+    if not runner.values:
+        return Directions(runner, {})
     seen: dict[str, Tensor] = {}
 
     def see(batch: Any) -> None:
@@ -120,28 +118,28 @@ def find_directions(runner: Runner, values: Mapping[str, Values]) -> Directions:
             flat = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
             seen[name] = seen.get(name, 0.0) + doubled(flat.T @ flat)
 
-        runner.run(batch, unwatched, on_value, values)
+        runner.run(batch, None, on_value)
 
     runner.share("directions", [partial(see, batch) for batch in runner.batches], runner.batches)
-    for name, value in values.items():  # a rank may have had no batch
+    for name, value in runner.values.items():  # a rank may have had no batch
         width = value.weight.shape[0] + 1
         seen[name] = seen[name].cpu() if name in seen else torch.zeros(width, width, dtype=torch.float64)
         current().add(f"directions of {name}", [seen[name]])
     runner.count(runner.examples)
-    share, along = room(runner.projections, values), {}
+    share, along = room(runner.projections), {}
     for projection in runner.projections:
-        if own := values.get(projection.name):
+        if own := projection.values:
             rank = min(share * own.head_dim, own.weight.shape[0])
             along[projection.name] = best_directions(projection, own, seen[projection.name], rank)
-    return Directions(runner, values, along)
+    return Directions(runner, along)
 
 
-def room(projections: Sequence[OutputProjection], values: Mapping[str, Values]) -> int:
+def room(projections: Sequence[OutputProjection]) -> int:
     """How many directions fit into memory, in multiples of head_dim."""
     for share in _RANKS:
         size = 0
         for projection in projections:
-            own = values.get(projection.name)
+            own = projection.values
             more = 0 if own is None else len(own.owner) * share * own.head_dim
             size += FOLDS * 8 * (len(projection.weight) + more + 1) ** 2
         if size <= _MOST:
@@ -183,15 +181,13 @@ def inputs_of_heads(projection: OutputProjection, values: Values, heads: Sequenc
     return torch.cat([own, start + torch.arange(rank)], dim=1)
 
 
-def refittable_values(runner: Runner, values: Mapping[str, Values]) -> dict[str, Values]:
-    """The value projections whose heads are linear in their values, and whose values nothing else reads.
+def refittable_values(runner: Runner) -> list[str]:
+    """The output projections whose heads are linear in their values, and whose values nothing else reads.
 
     Tested by rotating and stretching every head's values (stretching shows a norm): W_O's input must change in the same
     way, and with W_O's outputs held fixed, the answers and the other layers' inputs must not change.
-
-    Args:
-        values: By output projection.
     """
+    values = runner.values
     batch = max(runner.batches, key=runner.rows.size)
     if runner.rows.size(batch) > 2:
         batch = runner.rows.take(batch, [0, 1])
@@ -203,7 +199,7 @@ def refittable_values(runner: Runner, values: Mapping[str, Values]) -> dict[str,
     }
     with runner.deterministic_eval():
         xs, ys = runner.recorded(batch)
-        _, answers = runner.run_with_values(batch, ys, lambda name, x, out: None, values)
+        _, answers = runner.run_with_values(batch, ys, lambda name, x, out: None)
 
         def fit(names: Sequence[str]) -> bool:
             plain = True
@@ -216,7 +212,7 @@ def refittable_values(runner: Runner, values: Mapping[str, Values]) -> dict[str,
                 turned = out[..., v.features.to(out.device)] @ turns[name].to(out)
                 return replaced(v, out, turned) if name in names else None
 
-            changed, now = runner.run_with_values(batch, ys, on_value, values)
+            changed, now = runner.run_with_values(batch, ys, on_value)
             if not plain or not all(map(_close, now, answers)):
                 return False
             for name, calls in xs.items():
@@ -231,8 +227,7 @@ def refittable_values(runner: Runner, values: Mapping[str, Values]) -> dict[str,
                     return False
             return True
 
-        good = list(values) if fit(list(values)) else [name for name in values if fit([name])]
-    return {name: values[name] for name in good}
+        return list(values) if fit(list(values)) else [name for name in values if fit([name])]
 
 
 def _close(result: Tensor, expected: Tensor) -> bool:

@@ -7,21 +7,19 @@ few thousand, or more if an answer has one direction only (as with two classes),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from headprune.attention import Heads
 from headprune.errors import HeadPruneError
 from headprune.inputs import doubled, gathered
-from headprune.repairing.answers import DenseAnswers, logits_by_example
-from headprune.repairing.calibration import Calibration
+from headprune.repairing.examples import DenseAnswers, logits_by_example
 from headprune.repairing.layers import downhill
 from headprune.repairing.projections import OutputProjection, at
-from headprune.repairing.results import AnswersRepair, LeftOut, RepairWeights
+from headprune.repairing.results import AnswersRepair, AnswersStep, Changes
 from headprune.repairing.runner import Seen
 
 _MOST = 1 << 12  # coordinates of all projections together, with several directions per answer
@@ -123,52 +121,12 @@ _ROUNDED = 1e-2  # strengths below it need float64
 _MOST_TRIED = 1024  # rows that strengths are compared on, where an example has several
 _ROWS_AT_ONCE, _COORDINATES_AT_ONCE = 256, 4096  # that are converted to float64 at once
 _MOST_KEPT = 1 << 28  # bytes of inputs and slopes from which coordinates are chosen: some hundred examples suffice
-NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 
 Places = Mapping[str, tuple[OutputProjection, Tensor]]
 """Output projections to change, with the indices of their kept inputs."""
-Changes = Mapping[str, tuple[Tensor, Tensor]]
-"""Changes of weights ``W [in, out]`` and biases ``b [out]``, by module."""
 
 
-def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
-    """Move all output projections that lose heads towards the dense model's answers, from the weights ``start``."""
-    answers, _ = calibration.answers
-    places = places_of(calibration, drop, start)
-    if not places:
-        return ""
-    if isinstance(answers, str):
-        return answers
-    with torch.inference_mode(False), calibration.applied(start.by_module, drop):
-        try:
-            step = gauss_newton(answers, places)
-        except HeadPruneError as error:
-            return f"The answers are not fitted as a whole: {error.args[0]}"
-    if step is None:
-        return NO_GAIN
-    return stepped(start, *step, part=1.0)
-
-
-def places_of(calibration: Calibration, drop: Heads, start: RepairWeights) -> Places:
-    """The output projections that the last step changes: those that lose heads."""
-    return {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
-
-
-def stepped(
-    start: RepairWeights, changes: Changes, facts: AnswersRepair, on_fold: Callable[[int], Changes], part: float
-) -> RepairWeights:
-    """``start`` moved by a part of the step. (No closure that refers to itself: it would keep gradients in memory.)"""
-    return replace(
-        start.moved(changes, part),
-        answers=replace(facts, part=part),
-        on_fold=lambda fold: start.moved(on_fold(fold), part),
-        with_part=partial(stepped, start, changes, facts, on_fold),
-    )
-
-
-def gauss_newton(
-    answers: DenseAnswers, places: Places
-) -> tuple[Changes, AnswersRepair, Callable[[int], Changes]] | None:
+def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
     """One Gauss-Newton step with a ridge, from the current model towards the dense model's answers.
 
     It minimises ``sum_i |r_i - J_i d|^2 + strength * v * |d|^2``: r_i is the dense answer to example i minus the
@@ -178,9 +136,7 @@ def gauss_newton(
     arXiv:1806.07572). The strength is the best by leaving out each group of examples in turn, in closed form.
 
     Returns:
-        Changes of weights by module, ``W [in, out]`` and ``b [out]``, float64 on the CPU; how well they fit; and a
-        function that fits them to one fold's examples alone. None if no strength does better than no change on left-out
-        examples.
+        None if no strength does better than no change on left-out examples.
     """
     before, residuals, gradients, coordinates = _system(answers, places)
     if not bool(residuals.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
@@ -375,7 +331,7 @@ def joined(
     return torch.cat([*inputs, slopes.new_ones(*slopes.shape[1:3], int(has_bias))], dim=2), slopes
 
 
-def weights_of(matrices: Mapping[str, Tensor], places: Places) -> dict[str, tuple[Tensor, Tensor]]:
+def weights_of(matrices: Mapping[str, Tensor], places: Places) -> Changes:
     """Changes of weights and biases by module, from those of the kept inputs' rows and the bias as the last row."""
     result = {}
     for name, (place, kept) in places.items():

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from headprune.attention import Heads
-from headprune.batches import is_out_of_memory
 from headprune.divergence import Divergence, logits_of, real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import doubled, model_device, tensors
@@ -26,10 +25,10 @@ from headprune.offload import is_offloaded
 from headprune.parallel import current
 from headprune.repairing.calibration import Calibration, folds_of
 from headprune.repairing.examples import probe_of
-from headprune.repairing.gauss_newton import NO_GAIN, Changes, Places, joined, places_of, stepped, weights_of
+from headprune.repairing.gauss_newton import Places, joined, weights_of
 from headprune.repairing.projections import FOLDS, Moments
-from headprune.repairing.results import AnswersRepair, LeftOut, RepairWeights
-from headprune.repairing.runner import Seen, unwatched
+from headprune.repairing.results import AnswersRepair, AnswersStep, Changes, RepairWeights
+from headprune.repairing.runner import Seen
 
 T = TypeVar("T")
 _DAMPINGS = (0.1, 1.0, 10.0)  # of the mean variance of an input, and of a slope
@@ -67,20 +66,13 @@ class _Factors:
         return step
 
 
-def refit_token_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
-    """Move all output projections that lose heads towards the dense model's answers, however many an example has, from the weights ``start``."""
-    places = places_of(calibration, drop, start)
-    if not places:
-        return ""
-    try:
-        with torch.inference_mode(False):
-            return _Look(calibration, drop, start, places).step()
-    except HeadPruneError as error:
-        return f"The answers are not fitted as a whole: {error.args[0]}"
-    except (RuntimeError, MemoryError) as error:  # of a batch's answers there are several copies
-        if not is_out_of_memory(error):
-            raise
-        return "The answers are not fitted as a whole: memory ran out. Smaller batches need less."
+def natural_gradient(calibration: Calibration, drop: Heads, start: RepairWeights, places: Places) -> AnswersStep | None:
+    """One step from the weights ``start`` towards the dense model's answers, however many an example has.
+
+    Returns:
+        None if no step does better than no change on the other fold's examples.
+    """
+    return _Look(calibration, drop, start, places).step()
 
 
 class _Look:
@@ -88,11 +80,11 @@ class _Look:
 
     def __init__(self, calibration: Calibration, drop: Heads, start: RepairWeights, places: Places) -> None:
         self.calibration, self.drop, self.start, self.places = calibration, drop, start, places
-        self.runner, self.divergence = calibration.statistics.runner, Divergence(calibration.model, seed=0)
+        self.runner, self.divergence = calibration.runner, Divergence(calibration.model, seed=0)
         self.divergence.rows = self.runner.rows
 
-    def step(self) -> RepairWeights | LeftOut:
-        """The weights after the step.
+    def step(self) -> AnswersStep | None:
+        """The step.
 
         Its damping and its length are those that do best when a step from the examples of one fold is tried on those of the other.
         """
@@ -114,17 +106,16 @@ class _Look:
         gains = torch.where((slopes < 0) & (curvatures > 0), slopes.square() / (2 * curvatures), 0.0)
         best = int(gains.argmax())
         if not 0 < float(gains[best]) < math.inf:
-            return NO_GAIN
+            return None
         length, damping = float(-slopes[best] / curvatures[best]), _DAMPINGS[best]
 
         def changes(fold: int | None) -> Changes:
-            return weights_of(
-                {name: (length * own.step(damping, fold)).cpu() for name, own in sums.items()}, self.places
-            )
+            steps = {name: (length * own.step(damping, fold)).cpu() for name, own in sums.items()}
+            return weights_of(steps, self.places)
 
         held_out = (divergence - gains[best]).clamp(min=0)
         facts = AnswersRepair(math.sqrt(divergence), math.sqrt(held_out), damping, examples)
-        return stepped(self.start, changes(None), facts, changes, part=1.0)
+        return changes(None), facts, changes
 
     def _share(self, name: str, task: Callable[[int], T], some: Sequence[int]) -> list[T]:
         return self.runner.share(name, [partial(task, i) for i in some], [self.runner.batches[i] for i in some])
@@ -143,24 +134,18 @@ class _Look:
 
     def _seen(self, index: int) -> tuple[Tensor, Seen]:
         """The divergence of a batch's examples ``[examples]``, summed over tokens, and its slopes, with those of a random projection."""
-        runner, batch, divergences = self.runner, self.runner.batches[index], []
+        runner, model, divergences = self.runner, self.calibration.model, list[Tensor]()
+        batch = runner.batches[index]
         with torch.no_grad(), runner.deterministic_eval():
-            known = logits_of(runner.run(batch, unwatched), batch)
+            known = logits_of(runner.run(batch), batch)
 
         def sums_of(output: Any) -> list[Tensor]:
             now = logits_of(output, batch)
             each = self.divergence.between(known, now, batch)
-            real = (
-                real_tokens(self.calibration.model, batch, "decoder", runner.rows, now.shape[1])
-                if now.ndim > 2
-                else None
-            )
+            real = real_tokens(model, batch, "decoder", runner.rows, now.shape[1]) if now.ndim > 2 else None
             tokens = now.shape[1] if real is None else real.sum(1).to(each.device)
             divergences.append(each.detach() * tokens)
-            return [
-                (each * tokens).sum(),
-                probe_of(self.calibration.model, output, batch, runner.first(index), runner.rows),
-            ]
+            return [(each * tokens).sum(), probe_of(model, output, batch, runner.first(index), runner.rows)]
 
         with self.calibration.applied(self.start.by_module, self.drop):
             seen = runner.slopes_of(batch, self.places, sums_of)
@@ -185,13 +170,8 @@ class _Look:
         """Of every example ``[examples, 3, dampings]``: its divergence, its derivative along the steps of the other fold, and the
         random projection's."""
         divergence, seen = self._seen(index)
-        total = torch.stack(
-            [
-                divergence.double().cpu()[:, None].expand(-1, len(_DAMPINGS)),
-                *torch.zeros(2, len(divergence), len(_DAMPINGS)).double(),
-            ],
-            1,
-        )
+        own = divergence.double().cpu()[:, None].expand(-1, len(_DAMPINGS))
+        total = torch.stack([own, *torch.zeros(2, *own.shape, dtype=torch.float64)], 1)
         for name, calls in seen.items():
             place, kept = self.places[name]
             x, slopes = joined(calls, kept, place.has_bias, len(divergence))

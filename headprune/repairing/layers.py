@@ -31,9 +31,6 @@ OUTPUTS = "output projections"
 ROUNDED = 1e-7  # share of the outputs' squares, summed in float32: errors that differ by less are equal
 RIDGES = (1e-4, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0)  # of the mean variance of an input
 
-Ridge = float | None
-"""A given strength; None: the best one by cross-validation."""
-
 
 def refit_outputs(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights:
     """New weights of every output projection that loses heads."""
@@ -45,7 +42,7 @@ def refit_outputs(calibration: Calibration, drop: Heads, start: RepairWeights) -
     return RepairWeights.of(fits, moments)
 
 
-def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, ridge: Ridge) -> LayerFit:
+def fit_output(moments: Moments, projection: OutputProjection, kept: Tensor, ridge: float | None) -> LayerFit:
     """Fit one W_O to its kept inputs by ridge regression.
 
     Args:
@@ -136,7 +133,12 @@ def refit_values(calibration: Calibration, drop: Heads, start: RepairWeights) ->
 
 
 def fit_values(
-    moments: Moments, projection: OutputProjection, values: Values, heads: Sequence[int], further: Tensor, ridge: Ridge
+    moments: Moments,
+    projection: OutputProjection,
+    values: Values,
+    heads: Sequence[int],
+    further: Tensor,
+    ridge: float | None,
 ) -> LayerFit:
     """Fit the kept heads' values together with W_O.
 
@@ -232,11 +234,6 @@ class _ValueSolver:
         # [groups, wide, head_dim]
         self.mix = torch.eye(width + rank, width, dtype=torch.float64).repeat(len(kept), 1, 1)
 
-    def product(self, mix: Tensor, out: Tensor) -> Tensor:
-        """The matrix from the widened inputs to the layer's output, ``[heads * wide, out]``."""
-        product: Tensor = mix[self.owner] @ out
-        return product.flatten(0, 1)
-
     def error(self, xx: Tensor, xy: Tensor, yy: Tensor, mix: Tensor, out: Tensor, bias: Tensor) -> float:
         """Squared error summed over tokens, from sums over tokens of inputs with an appended 1."""
         each, size = mix[self.owner], out.shape[0] * out.shape[1]
@@ -268,7 +265,9 @@ class _ValueSolver:
                 out = self._out(sums, mix, ridge * sums.own)
                 mix = self._mix(sums, mix, out, strength, steps)
             out = self._out(sums, mix, ridge * sums.own)
-        return mix, out, sums.mean_y - sums.mean_x @ self.product(mix, out) if self.has_bias else self.bias
+        product: Tensor = mix[self.owner] @ out  # from the widened inputs to the layer's output
+        bias = sums.mean_y - sums.mean_x @ product.flatten(0, 1) if self.has_bias else self.bias
+        return mix, out, bias
 
     @staticmethod
     def _squared(a: Tensor, each: Tensor) -> Tensor:

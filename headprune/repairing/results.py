@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -62,6 +63,12 @@ class AnswersRepair:
         """
         promised = before * (1 - (self.held_out / self.before) ** 2)
         return promised / max(after - before + 2 * promised, 1e-30)
+
+
+Changes = Mapping[str, tuple[Tensor, Tensor]]
+"""Changes of weights ``W [in, out]`` and biases ``b [out]``, by module; float64 on the CPU."""
+AnswersStep = tuple[Changes, AnswersRepair, Callable[[int], Changes]]
+"""A step towards the dense answers: the changes, how well they fit, and a function that fits them to one fold alone."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +206,21 @@ class RepairWeights:
     def __bool__(self) -> bool:
         return bool(self.by_module)
 
-    def moved(self, step: Mapping[str, tuple[Tensor, Tensor]], part: float) -> RepairWeights:
-        """These weights plus a part of changes ``{module: (W [in, out], b [out])}``; a bias that is None stays None."""
+    def moved(self, step: AnswersStep, part: float = 1.0) -> RepairWeights:
+        """These weights plus a part of a step towards the answers."""
+        changes, facts, on_fold = step
+        # No closure that refers to itself: it would keep gradients in memory.
+        return replace(
+            self._plus(changes, part),
+            answers=replace(facts, part=part),
+            on_fold=lambda fold: self._plus(on_fold(fold), part),
+            with_part=partial(self.moved, step),
+        )
+
+    def _plus(self, changes: Changes, part: float) -> RepairWeights:
+        """These weights plus a part of some changes; a bias that is None stays None."""
         moved = dict(self.by_module)
-        for name, (weight, bias) in step.items():
+        for name, (weight, bias) in changes.items():
             old, own = self.by_module[name]
             moved[name] = old + part * weight.to(old), None if own is None else own + part * bias.to(own)
         return replace(self, by_module=moved)

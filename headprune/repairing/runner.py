@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -48,7 +47,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
         self.model, self.projections = model, projections
-        self._seen = [0.0]  # how many examples the model was run on: runners with and without mixtures share it
+        self._seen = 0.0  # how many examples the model was run on
         device = model_device(model)
         with torch.inference_mode(False):
             self.batches = [usable(move(batch, device)) for batch in nonempty(batches, "repair on")]
@@ -62,11 +61,11 @@ class Runner:
     @property
     def passes(self) -> float:
         """Forward passes over all examples so far, a backward pass counting as two."""
-        return self._seen[0] / self.examples
+        return self._seen / self.examples
 
     def count(self, examples: float) -> None:
         """Add examples that the model was run on to `passes`; a backward pass counts as two."""
-        self._seen[0] += examples
+        self._seen += examples
 
     def share(
         self,
@@ -80,10 +79,10 @@ class Runner:
         Args:
             batches: Each task's batch, if it has one; its size tells how long the task takes.
         """
-        before, ranks = self._seen[0], current()
+        before, ranks = self._seen, current()
         results = ranks.share(name, tasks, [cost_of(batch) for batch in batches] or None, progress)
         if ranks.size > 1:
-            self._seen[0] = before + sum(ranks.gather(f"passes of {name}", self._seen[0] - before))
+            self._seen = before + sum(ranks.gather(f"passes of {name}", self._seen - before))
         return results
 
     def deterministic_eval(self) -> AbstractContextManager[None]:
@@ -109,9 +108,8 @@ class Runner:
         """Cross-validation fold of every example of a batch of `everything`, ``[examples]``."""
         return self.numbers(index) % FOLDS
 
-    def with_mixtures(self, times: int) -> Runner:
-        """A runner with up to ``times`` mixtures of every example; none, unless the model gives one answer for each."""
-        runner = copy.copy(self)
+    def add_mixtures(self, times: int) -> None:
+        """Add up to ``times`` mixtures of every example; none, unless the model gives one answer for each."""
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
         device = model_device(self.model)
         texts = mixed_texts(self.batches, self.rows, times, padding)
@@ -122,13 +120,12 @@ class Runner:
             tasks = [partial(self._answers_once, mixed) for mixed in mixtures[1:]]
             if taken and all(self.share("mixtures", tasks, [mixed.inputs for mixed in mixtures[1:]])):
                 self.count(sum(len(mixed.firsts) for mixed in mixtures))
-                runner.mixtures = tuple(mixtures)
-        return runner
+                self.mixtures = tuple(mixtures)
 
     def _answers_once(self, mixed: Mixed) -> bool:
         """Whether the model gives one vector of logits for every mixture."""
         try:
-            output = self.run(mixed.inputs, unwatched)
+            output = self.run(mixed.inputs)
         except Exception as error:  # a model may want labels, or a certain end of a text, and raise anything
             if is_out_of_memory(error):
                 raise
@@ -136,6 +133,11 @@ class Runner:
         logits = part_of(output, "logits")
         one_each = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(mixed.firsts)
         return one_each and bool(logits.isfinite().all())
+
+    @property
+    def values(self) -> dict[str, Values]:
+        """The value projections that can be refitted, by output projection."""
+        return {p.name: p.values for p in self.projections if p.values}
 
     def layer(self, name: str) -> AttentionLayer:
         """The layer that ends in an output projection of this name; the first, if several do."""
@@ -149,26 +151,21 @@ class Runner:
         real = real_tokens(self.model, batch, kind, self.rows, tokens // size)
         return None if real is None else real.to(x.device).flatten()
 
-    def run(
-        self, batch: Any, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
-    ) -> Any:
+    def run(self, batch: Any, on_output: OnCall | None = None, on_value: OnCall | None = None) -> Any:
         """Run the model on a batch with hooks on its projections; returns its output.
 
         Args:
             on_output: Called with W_O's input and output.
-            on_value: Called with those of the value projections ``values``, under the name of their output projection.
+            on_value: Called with those of the `values`, under the name of their output projection.
         """
-        with self._calling(on_output, on_value, values):
+        with self._calling(on_output, on_value):
             return call(self.model, inputs_of(self.model, batch))
 
     @contextmanager
-    def _calling(
-        self, on_output: OnCall, on_value: OnCall | None = None, values: Mapping[str, Values] | None = None
-    ) -> Iterator[None]:
+    def _calling(self, on_output: OnCall | None, on_value: OnCall | None = None) -> Iterator[None]:
         """Hooks on the projections, while the context lasts."""
-        callbacks = [(p.name, p.name, on_output) for p in self.projections]
-        if on_value is not None:
-            callbacks += [(own.name, name, on_value) for name, own in (values or {}).items()]
+        callbacks = [(p.name, p.name, on_output) for p in self.projections if on_output]
+        callbacks += [(own.name, name, on_value) for name, own in self.values.items() if on_value]
 
         def hook(name: str, then: OnCall, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
             return then(name, args[0] if args else next(iter(kwargs.values())), out)
@@ -191,9 +188,7 @@ class Runner:
         self.run(batch, on_output)
         return xs, ys
 
-    def run_with_values(
-        self, batch: Any, ys: Calls, on_value: OnCall, values: Mapping[str, Values]
-    ) -> tuple[Calls, list[Tensor]]:
+    def run_with_values(self, batch: Any, ys: Calls, on_value: OnCall) -> tuple[Calls, list[Tensor]]:
         """W_O's inputs and the answers, with values replaced by ``on_value`` and W_O's outputs held at ``ys``."""
         inputs: Calls = {name: [] for name in ys}
         before = {name: iter(calls) for name, calls in ys.items()}
@@ -202,7 +197,7 @@ class Runner:
             inputs[name].append(x)
             return next(before[name]).clone()
 
-        output = self.run(batch, on_output, on_value, values)
+        output = self.run(batch, on_output, on_value)
         return inputs, tensors(output)
 
     # -- slopes ------------------------------------------------------------------------------------
@@ -290,7 +285,3 @@ def replaced(values: Values, out: Tensor, new: Tensor) -> Tensor:
     out = out.clone()
     out[..., at(values.features, out.device).flatten()] = new.flatten(-2).to(out.dtype)
     return out
-
-
-def unwatched(name: str, x: Tensor, y: Tensor) -> None:
-    """An `OnCall` that does nothing."""

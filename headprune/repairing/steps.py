@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from headprune.attention import Heads
+from headprune.batches import is_out_of_memory
 from headprune.divergence import Fidelity
-from headprune.repairing.answers import SEVERAL
+from headprune.errors import HeadPruneError
 from headprune.repairing.calibration import Calibration
-from headprune.repairing.gauss_newton import refit_answers
-from headprune.repairing.kronecker import refit_token_answers
+from headprune.repairing.examples import NOT_FITTED, SEVERAL
+from headprune.repairing.gauss_newton import gauss_newton
+from headprune.repairing.kronecker import natural_gradient
 from headprune.repairing.layers import OUTPUTS, VALUES, refit_outputs, refit_values
 from headprune.repairing.projections import FOLDS
 from headprune.repairing.results import LeftOut, Repair, RepairWeights, Trial
@@ -34,6 +36,7 @@ _ENOUGH = 100  # examples: with so many, every step that lowers the mean is kept
 _MOST = 512  # examples that are cross-fitted
 _AGAIN = 0.5  # of the divergence: a step that leaves less went so far that its gradients have changed
 _AGAIN_TOKENS = 0.9  # likewise, where an example has many answers: there a step is shorter
+NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
 
@@ -57,9 +60,26 @@ class Step:
     by_layer: bool = False
 
 
-def _refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
-    """`refit_answers`, or `refit_token_answers` where an example has several answers."""
-    return (refit_token_answers if _has_several(calibration) else refit_answers)(calibration, drop, start)
+def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
+    """Move all output projections that lose heads towards the dense model's answers, from the weights ``start``."""
+    places = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
+    answers, _ = calibration.answers
+    try:
+        with torch.inference_mode(False):
+            if _has_several(calibration):
+                step = natural_gradient(calibration, drop, start, places)
+            elif isinstance(answers, str):
+                return answers
+            else:
+                with calibration.applied(start.by_module, drop):
+                    step = gauss_newton(answers, places)
+    except HeadPruneError as error:
+        return f"{NOT_FITTED}: {error.args[0]}"
+    except (RuntimeError, MemoryError) as error:  # of a batch's answers there are several copies
+        if not is_out_of_memory(error):
+            raise
+        return f"{NOT_FITTED}: memory ran out. Smaller batches need less."
+    return NO_GAIN if step is None else start.moved(step)
 
 
 def _has_several(calibration: Calibration) -> bool:
@@ -70,7 +90,7 @@ def _has_several(calibration: Calibration) -> bool:
 STEPS = (
     Step(OUTPUTS, refit_outputs, "every layer's W_O, each by itself", by_layer=True),
     Step(VALUES, refit_values, "every layer's W_O and the kept heads' values, each layer by itself", by_layer=True),
-    Step("answers", _refit_answers, "the last step: all W_O together, towards the dense model's answers"),
+    Step("answers", refit_answers, "the last step: all W_O together, towards the dense model's answers"),
 )
 LAYER_STEPS = tuple(step for step in STEPS if step.by_layer)
 """All steps but the last one, towards the answers."""
@@ -109,7 +129,7 @@ def drop_columns(calibration: Calibration, drop: Heads, biases: bool = False) ->
 
 def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> Repair:
     """The `Repair` that these weights amount to; ``passes`` include the calibration's."""
-    runner, new = calibration.statistics.runner, weights.by_module
+    runner, new = calibration.runner, weights.by_module
     mixtures = sum(len(mixed.firsts) for mixed in runner.mixtures)
     biases = tuple(name for name in calibration.new_biases if new.get(name, (None, None))[1] is not None)
     notes = (*calibration.notes, *([weights.note] if weights.note else []))
@@ -134,9 +154,7 @@ def checked_repair(
     if calibration.runner.examples < _LEAST:
         note = f"Nothing was repaired: fewer than {_LEAST} examples cannot show whether that does better."
         return replace(drop_columns(calibration, drop), note=note)
-    far: Callable[[RepairWeights], tuple[Tensor, Tensor]] = (
-        _Crossed(calibration, drop) if choose is None else partial(_on_others, calibration, drop, choose)
-    )
+    far = _Crossed(calibration, drop) if choose is None else partial(_on_others, calibration, drop, choose)
     best = latest = old = drop_columns(calibration, drop, biases=True)
     fitted, estimated = far(old)
     trials: list[Trial] = []

@@ -30,7 +30,6 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from headprune.attention import AttentionLayer
-from headprune.batches import cost_of
 from headprune.gates import Fill, gated
 from headprune.running import no_progress
 from headprune.scoring.base import Estimate, Problem, method, rounded
@@ -76,8 +75,11 @@ def mean_ablation(problem: Problem) -> Estimate:
     totals = _head_outputs(problem, "mean", count_and_sum)
     means = {name: each[:, 1:].sum(0) / each[:, 0].sum() for name, each in totals.items()}
 
-    constant: dict[str, Fill] = {name: partial(_constant, mean) for name, mean in means.items()}
-    return _ablated(problem, Replay(problem), lambda start, size, batch: constant)
+    def constant(mean: Tensor) -> Fill:
+        return lambda hidden, gates: mean.to(hidden).expand_as(hidden)
+
+    constants = {name: constant(mean) for name, mean in means.items()}
+    return _ablated(problem, Replay(problem), lambda start, size, batch: constants)
 
 
 @method(
@@ -108,25 +110,21 @@ def _ablated(problem: Problem, replay: Replay, fills: FillsOf | None = None) -> 
     """The mean over examples of the loss without each head minus the dense loss."""
     every = torch.split(1 - torch.eye(problem.heads), [layer.num_heads for layer in problem.layers])
 
-    def without(i: int, start: int, batch: Any, size: int) -> Tensor:
+    def without(start: int, batch: Any, size: int) -> Tensor:
         """The dense losses, then the losses without each head: ``[examples, 1 + heads]``."""
         recording = replay.of(batch, size, fills(start, size, batch) if fills else None)
         columns = [recording.dense]
         for gates in every:
             columns += recording.losses(gates)
-            problem.progress(i * problem.heads + len(columns) - 1, len(problem.batches) * problem.heads)
+            done = start * problem.heads + size * (len(columns) - 1)
+            problem.progress(done, problem.examples * problem.heads)
         return torch.stack(columns, dim=1)
 
-    tasks = {f"ablation-{i}": partial(without, i, *batch) for i, batch in enumerate(problem.numbered())}
-    losses = torch.cat(problem.store.share("ablation", tasks, [cost_of(batch) for batch, _ in problem.batches]))
+    losses = torch.cat(problem.parts("ablation", without))
     return Estimate.mean_of(losses[:, 1:] - losses[:, :1], losses[:, 0], replayed=replay.about)
 
 
 # -- replacements for a head's output ----------------------------------------------------------------
-
-
-def _constant(value: Tensor, hidden: Tensor, gates: int) -> Tensor:
-    return value.to(hidden).expand_as(hidden)
 
 
 def _resampled(pool: Tensor, seed: int, start: int, size: int, real: Callable[[int], Tensor | None]) -> Fill:
@@ -184,8 +182,7 @@ def _head_outputs(problem: Problem, key: str, summarize: Callable[[Tensor, int],
             problem.losses(batch)
         return {layer.name: rows[layer.name] for layer in problem.layers}
 
-    tasks = {f"{key}-{i}": partial(compute, *batch) for i, batch in enumerate(problem.numbered())}
-    parts = problem.store.share(key, tasks, [cost_of(batch) for batch, _ in problem.batches])
+    parts = problem.parts(key, compute)
     return {layer.name: torch.cat([part[layer.name] for part in parts]) for layer in problem.layers}
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from headprune.plans import heads_to_keep, keep_of
 from headprune.running import Progress
 from headprune.store import Store
 from headprune.uncertainty import carried_by, spread
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -193,10 +195,10 @@ class Problem:
             raise NotFiniteError(self, batch, int(wrong[0]), losses[int(wrong[0])].item())
         return losses
 
-    def parts(self, batches: Batches, name: str, compute: Callable[[Any, int], Tensor]) -> Tensor:
-        """The rows of ``compute(batch, size)`` for all batches; each batch's result is stored as soon as it is computed."""
-        parts = {f"{name}-{i}": partial(compute, batch, size) for i, (batch, size) in enumerate(batches)}
-        return torch.cat(self.store.share(name, parts, [cost_of(batch) for batch, _ in batches], self.progress))
+    def parts(self, name: str, compute: Callable[[int, Any, int], T], progress: Progress | None = None) -> list[T]:
+        """``compute(number of the first example, batch, size)`` for every batch; each result is stored as soon as it is there."""
+        tasks = {f"{name}-{i}": partial(compute, *batch) for i, batch in enumerate(self.numbered())}
+        return self.store.share(name, tasks, [cost_of(batch) for batch, _ in self.batches], progress)
 
     def numbered(self) -> Iterator[tuple[int, Any, int]]:
         """(Number of the first example, batch, examples in it) for every batch."""

@@ -68,7 +68,7 @@ def gate_gradients(problem: Problem) -> tuple[Tensor, Tensor]:
     with frozen(problem.model):
         problem = replace(problem, batches=separate(problem))
 
-        def compute(batch: Any, size: int) -> Tensor:
+        def compute(first: int, batch: Any, size: int) -> Tensor:
             nonlocal problem
             try:
                 return _slopes_in_parts(problem, batch, size)
@@ -78,7 +78,7 @@ def gate_gradients(problem: Problem) -> tuple[Tensor, Tensor]:
             problem = replace(problem, checkpoints=True)  # for all batches from here on
             return _slopes_in_parts(problem, batch, size)
 
-        table = problem.parts(problem.batches, "gradient", compute)
+        table = torch.cat(problem.parts("gradient", compute, problem.progress))
     return finite(table[:, :-1]), table[:, -1]
 
 

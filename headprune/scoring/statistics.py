@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from headprune.offload import is_elsewhere, value_of
 from headprune.scoring.base import Batches, Estimate, Problem, method
 from headprune.scoring.gradient import in_singles, separate, whole_or_singly
 from headprune.seeing.maps import Weights, attention_maps
-from headprune.trace.features import is_matrix
+from headprune.trace.reading import is_matrix
 
 Measure = Callable[[Any, int], Tensor]
 """(batch, number of examples) -> ``[examples, heads + 1]``, float64: the heads' values, then the loss."""
@@ -109,11 +110,11 @@ def random(problem: Problem) -> Estimate:
 def _mean_over_examples(problem: Problem, name: str, batches: Batches, measure: Measure, **details: Any) -> Estimate:
     """The mean over examples of the heads' values from ``measure``."""
 
-    def compute(batch: Any, size: int) -> Tensor:
+    def compute(first: int, batch: Any, size: int) -> Tensor:
         with torch.no_grad():
             return whole_or_singly(problem, measure, batch, size)
 
-    table = problem.parts(batches, name, compute)
+    table = torch.cat(replace(problem, batches=batches).parts(name, compute, problem.progress))
     return Estimate.mean_of(table[:, :-1], table[:, -1], **details)
 
 

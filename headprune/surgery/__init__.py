@@ -22,7 +22,7 @@ from headprune.plans import PruningPlan
 from headprune.pruned import add_record, record_of, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
 from headprune.surgery.evidence import inputs_for
-from headprune.surgery.proof import Proof, answers, failing_layers, prove
+from headprune.surgery.proof import Proof, answers, prove
 from headprune.surgery.removal import Removal, check_present, cut, left_as_ghosts
 from headprune.trace import example_for
 
@@ -89,7 +89,8 @@ def prune(
         inputs = inputs_for(model, usable(move(example, model_device(model))))
         removal, proof, failure = prove(model, touched, drop, inputs, layers)
         if failure:
-            names = ", ".join(failing_layers(model, touched, drop, inputs, layers)[:3]) or "these layers together"
+            fails = [a.name for a in touched if prove(model, [a], drop, inputs, layers, keep=False)[2]]
+            names = ", ".join(fails[:3]) or "these layers together"
             message = f"The heads of {names} cannot be removed exactly: {failure}. The model is unchanged."
             raise PruneError(message, "Mask them instead (headprune.mask), or leave that layer out of the plan.")
     heads = {"heads": {layer.name: layer.num_heads for layer in layers}} if whole else {}

@@ -152,11 +152,6 @@ def prove(
     return tried
 
 
-def failing_layers(model: nn.Module, touched: Layers, drop: Heads, inputs: Inputs, layers: Layers) -> list[str]:
-    """The names of the layers that fail the proof when pruned alone; arguments as for `prove`."""
-    return [a.name for a in touched if prove(model, [a], drop, inputs, layers, keep=False)[2]]
-
-
 Changes = set[tuple[str, ...]]
 
 

@@ -18,7 +18,7 @@ No one has to trust the result: `headprune.prune` proves every removal.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from headprune.input_specs import build, of_config, recorded, with_own_dtype
 from headprune.inputs import Example, call, check_weights, does_not_run, model_device, move, usable
 from headprune.offload import hook_of, is_elsewhere, is_offloaded, replace_inference_placeholders
 from headprune.pruned import EmptyAttention, MultiheadAttention, convert, is_ours
-from headprune.running import quiet
+from headprune.running import quiet, requiring_gradients
 from headprune.trace.layers import read_layers
 from headprune.trace.tracer import Tracer
 
@@ -131,24 +131,12 @@ def _check_visible(model: nn.Module) -> None:
             raise HeadPruneError(message, "Give it a device in the device map, so that its weights stay there.")
 
 
-@contextmanager
-def _differentiable(model: nn.Module, buffers: bool) -> Iterator[None]:
+def _differentiable(model: nn.Module, buffers: bool) -> AbstractContextManager[None]:
     """Let every parameter (and, with ``buffers``, every floating-point buffer) require gradients while the context lasts."""
     replace_inference_placeholders(model)
-    # By module and name, since accelerate's hooks replace the tensors whenever a module runs.
     places: list[tuple[Any, str]] = [(m._parameters, n) for m in model.modules() for n in m._parameters]
     places += [(m._buffers, n) for m in model.modules() for n in m._buffers] if buffers else []
-    held = [(own, name, own[name]) for own, name in places if own[name] is not None]
-    before = [(own, name, t, t.requires_grad) for own, name, t in held if t.is_floating_point() and t.is_leaf]
-    try:
-        for *_, tensor, _ in before:
-            tensor.requires_grad_(True)
-        yield
-    finally:
-        for own, name, tensor, required in before:
-            tensor.requires_grad_(required)
-            if (now := own.get(name)) is not None and now is not tensor and now.is_leaf:
-                now.requires_grad_(required)
+    return requiring_gradients(places, True)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
 from headprune.offload import hook_of
 from headprune.pruned import HeadArgument, MultiheadAttention, ghosts, is_ours
-from headprune.trace.features import alike, disjoint, filled, is_matrix, leaves_of, nodes_of, overlap, sharing
+from headprune.trace.reading import alike, disjoint, filled, is_matrix, leaves_of, merge, nodes_of, overlap, sharing
 from headprune.trace.record import AttentionCall
 from headprune.trace.tracer import Tracer
 
@@ -31,7 +31,7 @@ def read_layers(trace: Tracer) -> list[AttentionLayer]:
             if (same.output, same.columns) != (attention.output, attention.columns):
                 same.refuse(f"its result goes through two output projections, {same.output} and {attention.output}")
         elif twin := next((a for a in known if _reach_the_same(a, attention)), None):
-            twin.absorb(attention)
+            _absorb(twin, attention)
         else:
             known.append(attention)
     named = [(a, f"#{n}" if n > 1 else "") for calls in unique.values() for n, a in enumerate(calls, 1)]
@@ -42,6 +42,24 @@ def _reach_the_same(one: AttentionCall, other: AttentionCall) -> bool:
     """Whether the heads of two attentions in one module reach the same columns of W_O, as in differential attention."""
     places = [(a.output, a.output_dim, a.columns) for a in (one, other)]
     return bool(one.output) and not one.reason + other.reason and places[0] == places[1] and disjoint(one.columns)
+
+
+def _absorb(attention: AttentionCall, other: AttentionCall) -> None:
+    """Merge the features that another attention call shows for the same heads."""
+    for mine, its in (
+        (attention.rows, other.rows), (attention.query_rows, other.query_rows), (attention.value_rows, other.value_rows),
+        (attention.selections, other.selections),
+    ):  # fmt: skip
+        # If heads are separate in one call but would share features with the other's, they are no key/value group: the other may
+        # look up positions in the features of all heads (ProphetNet's second stream).
+        for name, rows in its.items():
+            known = mine.get(name, rows)
+            both = [old | new for old, new in zip(known, rows, strict=True)]
+            if overlap(known) or not overlap(both):
+                mine[name] = both
+    merge(attention.tables, other.tables)
+    merge(attention.arguments, other.arguments)
+    attention.causal, attention.leak = attention.causal and other.causal, attention.leak or other.leak
 
 
 def _settle_output(trace: Tracer, attention: AttentionCall) -> None:
@@ -112,9 +130,8 @@ def _projections(trace: Tracer, attention: AttentionCall) -> tuple[HeadFeatures,
     for module, rows in attention.rows.items():
         if module not in others or is_inside(module, attention.module):
             rows = filled(rows, trace.records[module].size_out)
-            shared = (
-                set.intersection(*rows) if len(rows) > 1 else set()
-            )  # features of all heads (MQA, latent attention) stay
+            # Features of all heads (MQA, latent attention) stay.
+            shared = set.intersection(*rows) if len(rows) > 1 else set()
             own[module] = [features - shared for features in rows]
     return tuple(HeadFeatures(module, _sorted(rows)) for module, rows in own.items() if any(rows))
 
@@ -200,11 +217,8 @@ def _uncuttable(
         if hasattr(weight, "placements"):
             return f"the weight of {module} is spread over devices (tensor parallel): prune before distributing it"
     of_model: dict[str, Any] = dict([*trace.model.named_parameters(), *trace.model.named_buffers()])
-    named = [
-        *((f"{module}.weight", weight) for module, weight in weights),
-        *((t.name, of_model[t.name]) for t in tables),
-    ]
-    for name, tensor in named:
+    named = [(f"{module}.weight", weight) for module, weight in weights]
+    for name, tensor in (*named, *((t.name, of_model[t.name]) for t in tables)):
         if not _can_be_cut(tensor):
             plain = type(tensor) in (Tensor, nn.Parameter)
             kind = str(tensor.dtype).removeprefix("torch.") if plain else type(tensor).__name__

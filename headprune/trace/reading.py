@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from headprune.trace.features import Uses, alike, disjoint, empty_sets, leaves_of, merge, nodes_of, nonzero
+from headprune.attention import is_inside
 from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, Rows
 
 Source = TypeVar("Source")
+Key = TypeVar("Key", str, tuple[str, int], str | int)
 _MOST_SLICES = 2048  # of (batch * heads, …): each needs a backward pass
 
 
@@ -80,7 +82,7 @@ class Reader:
             rows = {}
             sources = [(self.calls[id(leaf)], leaf) for leaf in leaves_of(tensor) if id(leaf) in self.calls]
             for h, call, gradient in self._gradients(tensor, heads, sources):
-                rows.setdefault(call.module, empty_sets(len(heads)))[h] |= call.features(gradient)
+                rows.setdefault(call.module, empty_sets(len(heads)))[h] |= _features(call, gradient)
             self.known.append((tensor, heads, rows))
         return {module: [set(own) for own in features] for module, features in rows.items()}
 
@@ -106,11 +108,11 @@ class Reader:
         merge(attention.rows, rows)
         if len(heads) < 2 or not tensor.requires_grad:
             return rows
-        nodes, projections = nodes_of(tensor), {call.module for call in self.calls.values()}
+        nodes, others = nodes_of(tensor), {attention.module, *(call.module for call in self.calls.values())}
         mixed = (mixers or {}) if any(map(alike, rows.values())) else {}
         sources: list[tuple[tuple[str, str | int], Tensor]] = [
             *((("table", self.names[id(t)]), t) for t in leaves_of(tensor) if id(t) in self.names and t.ndim),
-            *((("norm", n), t) for n, t in mixed.items() if n.startswith(attention.prefix) and n not in projections),
+            *((("norm", n), t) for n, t in mixed.items() if is_inside(n, attention.module) and n not in others),
             *(
                 (("argument", key), t)
                 for key, t in (given or {}).items()  # a projection's output is cut in that projection
@@ -199,20 +201,13 @@ class Reader:
             return
         if not attention.fused:
             attention.same_values = self.same_values(attention, columns, source)
-        uses = Uses(len(columns))
-        for h, own in enumerate(columns):
-            seed = torch.zeros_like(source)
-            index = sorted(own)
-            seed[..., index] = self._noise(seed[..., index])
-            gradients = torch.autograd.grad(source, leaves, seed, retain_graph=True, allow_unused=True)
-            for leaf, gradient in zip(leaves, gradients, strict=True):
-                if gradient is None:
-                    continue
-                if name := self.names.get(id(leaf)):
-                    uses.add(h, name, gradient)
-                if call := self.calls.get(id(leaf)):
-                    for rows in (attention.rows, *(() if attention.fused else (attention.value_rows,))):
-                        rows.setdefault(call.module, empty_sets(len(columns)))[h] |= call.features(gradient)
+        uses, heads = Uses(len(columns)), HeadSlices(source.ndim - 1, tuple(tuple(sorted(own)) for own in columns))
+        for h, leaf, gradient in self._gradients(source, heads, [(leaf, leaf) for leaf in leaves]):
+            if name := self.names.get(id(leaf)):
+                uses.add(h, name, gradient)
+            if call := self.calls.get(id(leaf)):
+                for rows in (attention.rows, *(() if attention.fused else (attention.value_rows,))):
+                    rows.setdefault(call.module, empty_sets(len(columns)))[h] |= _features(call, gradient)
         uses.merge_into(attention.tables)
 
     def _noise(self, like: Tensor) -> Tensor:
@@ -247,3 +242,131 @@ def are_causal(probabilities: Tensor) -> bool:
     """Whether every query gives probability 0 to all keys after it; an attention sink adds one key."""
     queries, keys = probabilities.shape[-2:]
     return keys in (queries, queries + 1) and _is_causal(probabilities == 0)
+
+
+# -- sets of features for each head, and helpers that read them from small autograd graphs ----------------
+
+
+class Uses:
+    """The entries of parameters and buffers that each head reads, along every dimension."""
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+        self.entries: dict[tuple[str, int], list[set[int]]] = {}
+
+    def add(self, head: int, name: str, gradient: Tensor) -> None:
+        """Add the entries of a tensor that a head reads: those where the gradient is not zero."""
+        for dim in range(gradient.ndim):
+            self.entries.setdefault((name, dim), empty_sets(self.heads))[head] |= nonzero(gradient.movedim(dim, -1))
+
+    def merge_into(self, tables: dict[tuple[str, int], list[set[int]]]) -> None:
+        """Add to ``tables`` the dimensions along which every head reads entries that are not common to all heads."""
+        for key, heads in self.entries.items():
+            shared = set.intersection(*heads)
+            if self.heads > 1 and all(h - shared for h in heads):
+                merge(tables, {key: [h - shared for h in heads]})
+
+
+def empty_sets(heads: int) -> list[set[int]]:
+    """An empty set of features for each head."""
+    return [set() for _ in range(heads)]
+
+
+def is_matrix(weight: Tensor) -> bool:
+    """Whether a weight is a matrix ``[out, in]``, or a convolution's with kernel size 1."""
+    return weight.ndim >= 2 and set(weight.shape[2:]) <= {1}
+
+
+def overlap(features: Sequence[set[int]]) -> bool:
+    """Whether some heads share features."""
+    return sum(map(len, features)) != len(set().union(*features))
+
+
+def disjoint(features: Sequence[set[int]]) -> bool:
+    """Whether every head has features, and no two heads share one."""
+    return bool(features) and all(features) and not overlap(features)
+
+
+def alike(features: Sequence[set[int]]) -> bool:
+    """Whether all heads have the same features."""
+    return all(own == features[0] for own in features)
+
+
+def users_of(features: Sequence[set[int]]) -> dict[int, frozenset[int]]:
+    """The heads that have each feature."""
+    every = set().union(*features)
+    return {feature: frozenset(h for h, own in enumerate(features) if feature in own) for feature in every}
+
+
+def sharing(rows: Sequence[Sequence[set[int]]], heads: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of heads that share features within the group, but not with all heads; () if there are none."""
+    group = {h: frozenset({h}) for h in range(heads)}
+    for features in rows:
+        for together in {users for users in users_of(features).values() if len(users) < heads}:
+            whole = frozenset().union(*(group[h] for h in together))
+            group.update(dict.fromkeys(whole, whole))
+    groups = sorted({tuple(sorted(g)) for g in group.values()})
+    return tuple(groups) if any(len(g) > 1 for g in groups) else ()
+
+
+def filled(features: list[set[int]], size: int) -> list[set[int]]:
+    """Each head's features with gaps filled, which arise if an activation is zero for every token of the example.
+
+    If every head has its own block of ``size / heads`` features, an unused feature belongs to the head of its block. Otherwise
+    it belongs to the heads on both sides of it, if they are the same. If this guess is wrong, the proof fails.
+    """
+    users = users_of(features)
+    if len(users) in (0, size):
+        return features
+    block, rest = divmod(size, len(features))
+    if block and not rest and len(users) > size // 2 and all(u == {f // block} for f, u in users.items()):
+        return [set(range(h * block, (h + 1) * block)) for h in range(len(features))]
+    result = [set(own) for own in features]
+    for before, after in pairwise(sorted(users)):
+        if users[before] == users[after]:
+            for h in users[before]:
+                result[h].update(range(before + 1, after))
+    return result
+
+
+def merge(into: dict[Key, list[set[int]]], rows: Mapping[Key, list[set[int]]]) -> None:
+    """Add each head's features in ``rows`` to those in ``into``."""
+    for key, heads in rows.items():
+        known = into.get(key, empty_sets(len(heads)))
+        into[key] = [old | new for old, new in zip(known, heads, strict=True)]
+
+
+def nonzero(gradient: Tensor) -> set[int]:
+    """The indices of the last dimension at which ``gradient`` has a non-zero entry."""
+    gradient = gradient.detach() if gradient.element_size() > 1 else gradient.detach().float()  # float8 is for storage
+    flat = gradient.nan_to_num().reshape(-1, gradient.shape[-1])
+    return set((flat != 0).any(dim=0).nonzero().flatten().tolist())
+
+
+def _features(call: LinearCall, gradient: Tensor) -> set[int]:
+    """The output features of a linear layer at which a gradient is not zero."""
+    return nonzero(gradient.movedim(call.dim, -1))
+
+
+def memory(tensor: Tensor) -> int:
+    """A tensor's memory address; for a meta tensor, which has no memory, the object's id."""
+    return id(tensor) if tensor.device.type == "meta" else tensor.data_ptr()
+
+
+def nodes_of(tensor: Tensor | None) -> dict[Any, None]:
+    """Every node of a tensor's autograd graph, in a fixed order."""
+    nodes: dict[Any, None] = {}
+    stack = [tensor.grad_fn if tensor is not None else None]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in nodes:
+            nodes[node] = None
+            stack.extend(parent for parent, _ in node.next_functions)
+    return nodes
+
+
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The leaf tensors of a tensor's autograd graph."""
+    if tensor.is_leaf:
+        return [tensor] if tensor.requires_grad else []
+    return [node.variable for node in nodes_of(tensor) if hasattr(node, "variable")]

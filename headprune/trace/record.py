@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headprune.trace.features import merge, nonzero, overlap
-
 
 @dataclass(frozen=True)
 class HeadSlices:
@@ -91,10 +89,6 @@ class LinearCall:
     leaf: Tensor
     dim: int = -1
 
-    def features(self, gradient: Tensor) -> set[int]:
-        """The output features at which a gradient is not zero."""
-        return nonzero(gradient.movedim(self.dim, -1))
-
 
 @dataclass
 class AttentionCall:
@@ -153,28 +147,6 @@ class AttentionCall:
     pairwise: bool = True
     returned: list[set[int]] = field(default_factory=list)
     reason: str = ""
-
-    @property
-    def prefix(self) -> str:
-        """The name prefix of the modules inside the attention module."""
-        return f"{self.module}." if self.module else ""
-
-    def absorb(self, other: AttentionCall) -> None:
-        """Merge the features that another attention call shows for the same heads."""
-        for mine, its in (
-            (self.rows, other.rows), (self.query_rows, other.query_rows), (self.value_rows, other.value_rows),
-            (self.selections, other.selections),
-        ):  # fmt: skip
-            # If heads are separate in one call but would share features with the other's, they are no key/value group: the other may
-            # look up positions in the features of all heads (ProphetNet's second stream).
-            for name, rows in its.items():
-                known = mine.get(name, rows)
-                both = [old | new for old, new in zip(known, rows, strict=True)]
-                if overlap(known) or not overlap(both):
-                    mine[name] = both
-        merge(self.tables, other.tables)
-        merge(self.arguments, other.arguments)
-        self.causal, self.leak = self.causal and other.causal, self.leak or other.leak
 
     def mix(self, mixed: Tensor, dim: int) -> None:
         """Record that a linear layer mixes all heads' probabilities into new ones, which then weigh the values (talking heads).

@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from headprune.inputs import tensors
 from headprune.offload import is_offloaded
-from headprune.trace.features import disjoint, is_matrix, leaves_of, memory
-from headprune.trace.reading import Reader, are_causal, is_causal_mask
+from headprune.trace.reading import Reader, are_causal, disjoint, is_causal_mask, is_matrix, leaves_of, memory
 from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, ModuleRecord, Rows
 
 # Autograd's names of operations that change only the shape or strides.

@@ -34,6 +34,7 @@ from headprune.inputs import LABELS, writes
 from headprune.metrics import LOSSES, TEXTS, Answers, metric_named
 from headprune.offload import copied
 from headprune.parallel import current
+from headprune.plan_search import Trials
 from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.pruned import add_record
@@ -42,7 +43,6 @@ from headprune.running import tracked
 from headprune.store import Store, digest
 from headprune.surgery import prune
 from headprune.timing import breakdown
-from headprune.trials import Trials
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from headprune.fingerprint import config_hash, fingerprint, has_identity, identi
 from headprune.inputs import call, model_device, move, unlabelled, without_labels
 from headprune.offload import copied
 from headprune.parallel import current
-from headprune.plan_search import SearchConsole
+from headprune.running import SearchConsole
 from headprune.scoring import HeadScores, method_and_settings
 from headprune.scoring.base import method_named
 from headprune.surgery import answers

@@ -11,19 +11,19 @@ from headprune.app.documents import Orders, Planning, Point
 from headprune.app.options import Options, TaskOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.scene import Console, Scene, budget_input
-from headprune.budgets import Budget, Fit, Subject
+from headprune.budgets import Budget, Fit, SearchOptions, Subject
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import interval, measurable
 from headprune.fingerprint import fingerprint, versions
 from headprune.inputs import model_device
-from headprune.options import SearchOptions
+from headprune.plan_search import Trials
 from headprune.planning import AUTO, Order, Search, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
 from headprune.running import tracked
 from headprune.scoring import HeadScores, score
+from headprune.searching import candidates, may_add_biases
 from headprune.store import Store, digest
-from headprune.trials import Trials
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PruneConfig:
     def candidates(self, scores: Sequence[HeadScores]) -> list[HeadScores]:
         """The scores to plan by: those of ``source`` that were asked for, or all; and random only if there is nothing else."""
         all_of_them = self.source is None or not self.methods
-        return plan_search.candidates([s for s in scores if all_of_them or s.method in self.methods])
+        return candidates([s for s in scores if all_of_them or s.method in self.methods])
 
     def planning(self, result: plan_search.SearchResult) -> Planning:
         """How the plans were made, for the report."""
@@ -152,7 +152,7 @@ RANDOM_DRAWS = 3
 
 def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None, known: Orders | None = None) -> Trials:
     """The `Trials` of plans on the scene's choosing part; ``known`` orders are not made again."""
-    biases = plan_search.may_add_biases(config.search.strategy, scene.model, scene.layers)
+    biases = may_add_biases(config.search.strategy, scene.model, scene.layers)
     trials = Trials(
         scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
         repair=config.search.repair, biases=biases, metric=scene.measures.for_plans, store=store or Store(),
@@ -222,7 +222,7 @@ def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> S
     """What a budget is measured on; without trials (before the search) only the dense model can be measured."""
     inputs = budget_input(scene) if budget.timed else scene.typical_input()
     if trials is not None:
-        return plan_search.subject_of(trials, scene.example, inputs)
+        return trials.subject(scene.example, inputs)
     return Subject(scene.model, scene.layers, scene.example, inputs)
 
 
