@@ -264,11 +264,11 @@ def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
     from headprune.app.workflow.pruning import open_to_prune, plan_run
 
     if config.source is None and config.needs_scores:
-        scene = open_to_prune(config, [], console)
-        doing, cost = f"score, then prune and write {folder.path}", cost_of_pruning(scene, config)
+        scene = open_to_prune(config, console)
+        doing, cost = f"score, then prune and write {folder.path}", cost_of_pruning(scene)
         tables.print_dry_run(console, scene, config.methods, folder.path, doing, cost.line)
         return
-    scores, result = plan_run(config, console)
-    tables.print_plans(console, result.fits, scores)
+    scene, result = plan_run(config, console)
+    tables.print_plans(console, result.fits, scene.scores)
     console.document({"folder": str(folder.path), "plans": [fit.plan.to_json() for fit in result.fits]})
     console.result(f"Would prune and write {folder.path}. Nothing was written.")

@@ -34,13 +34,13 @@ def score_run(options: Options, folder: runs.RunFolder, console: Console) -> tup
     scene = open_scene(options, console, labelled=None)
     run = run_document(scene, folder)
     announce(console, lambda: cost_of_scores(scene))
-    scores, store = score_all(scene, options.methods, folder, console)
+    scores, store = score_all(scene, options.methods, folder)
 
     def write() -> None:
         content = runs.RunFolder(folder.unfinished / "content")
         shutil.rmtree(content.path, ignore_errors=True)  # of a run that was killed while it wrote
         save_scores(content.scores_path, scores)
-        write_heads(scene, store, content, console)
+        write_heads(scene, store, content)
         content.write_run(replace(run, seconds=(round(store.seconds + time.monotonic() - started, 1),)))
         publish(folder, content)
 
@@ -48,23 +48,21 @@ def score_run(options: Options, folder: runs.RunFolder, console: Console) -> tup
     return scene, scores
 
 
-def score_all(
-    scene: Scene, methods: Sequence[str], folder: runs.RunFolder, console: Console
-) -> tuple[list[HeadScores], Store]:
+def score_all(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -> tuple[list[HeadScores], Store]:
     """The scores by every method, and the store that keeps them."""
     if not methods:
         return [], Store()
     batches = list(scene.parts.score.batches())
     options, base = scene.options, Settings(keep=scene.options.keep)
-    store = store_of(folder, "score", scene, say=console.say)
+    store = store_of(folder, "score", scene)
 
     def score_by(text: str) -> HeadScores:
         began = time.monotonic()
         name, settings = method_and_settings(text, base)
-        with console.track(f"scoring by {name}") as progress:
+        with scene.console.track(f"scoring by {name}") as progress:
             s = score(
                 scene.model, batches, name, layers=scene.layers, seed=options.seed, progress=progress,
-                distil=options.distil, settings=settings, work=folder.store(console.say),
+                distil=options.distil, settings=settings, work=folder.store(scene.console.say),
             )  # fmt: skip
         s.details["seconds"] = round(time.monotonic() - began, 2)
         return HeadScores.from_json(s.to_json(), scene.maskable)  # as `prune` will read it
@@ -72,17 +70,17 @@ def score_all(
     return [store.get(text, partial(score_by, text)) for text in methods], store
 
 
-def write_heads(scene: Scene, store: Store, content: runs.RunFolder, console: Console) -> None:
+def write_heads(scene: Scene, store: Store, content: runs.RunFolder) -> None:
     """Profile the heads and write heads.json, unless the attention weights cannot be read."""
 
     def make() -> documents.Heads:
-        with console.track("looking at what the heads do"):
+        with scene.console.track("looking at what the heads do"):
             return look(scene.loaded, scene.parts.score, scene.layers, scene.options.seed)
 
     try:
         store.get("heads", make).write(content.heads_path)
     except HeadPruneError as error:
-        console.say(f"What the heads do cannot be shown: {error.args[0]}")
+        scene.console.say(f"What the heads do cannot be shown: {error.args[0]}")
 
 
 def run_document(scene: Scene, folder: runs.RunFolder) -> documents.Run:
@@ -118,39 +116,39 @@ def _cut_of(scene: Scene) -> dict[str, Any]:
 # -- prune -------------------------------------------------------------------------------------------
 
 
-def plan_run(config: search.PruneConfig, console: Console) -> tuple[list[HeadScores], SearchResult]:
-    """The existing scores, and the plans that `prune_run` would carry out; nothing is written."""
-    scores = config.read_scores()
-    scene = open_to_prune(config, scores, console)
-    known = search.known_orders(config, scene, scores, console)
-    announce(console, lambda: cost_of_pruning(scene, config, scores, planned=known is not None))
-    trials = search.trials_of(scene, config, known=known)
-    return scores, search.search_or_plan(scene, config, config.candidates(scores), trials, console)
+def plan_run(config: search.PruneConfig, console: Console) -> tuple[search.PruneScene, SearchResult]:
+    """The scene, and the plans that `prune_run` would carry out; nothing is written."""
+    scene = open_to_prune(config, console)
+    announce(console, lambda: cost_of_pruning(scene))
+    return scene, search.search_or_plan(scene)
 
 
-def open_to_prune(config: search.PruneConfig, scores: Sequence[HeadScores], console: Console) -> Scene:
+def open_to_prune(config: search.PruneConfig, console: Console) -> search.PruneScene:
     """Load the model and the data, and check that they can be pruned as asked.
 
     Raises:
         HeadPruneError: An unknown export format; tasks that do not load, or do not fit the model; budgets that make no sense for the model; scores of another model, or of
             another scoring part.
     """
+    scores = config.read_scores()
     for name in config.exports:
         format_named(name)
     config.check_placement()
     tasks = harness.load_tasks(config.tasks)
-    scene = open_scene(config.options, console)
+    opened = open_scene(config.options, console)
     if tasks:
-        harness.check_model(scene.loaded)
-    scene = replace(scene, parts=load_also(config.options.data, scene.loaded, scene.parts), tasks=tasks)
-    for part in scene.parts.also:
+        harness.check_model(opened.loaded)
+    opened = replace(opened, parts=load_also(config.options.data, opened.loaded, opened.parts))
+    for part in opened.parts.also:
         console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
-    if half := scene.loaded.stored:
+    if half := opened.loaded.stored:
         console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
-    search.check_search(config, scene)
+    environment = current().first("environment", lambda: runs.environment(str(model_device(opened.model))))
+    scene = search.PruneScene(**vars(opened), config=config, environment=environment, tasks=tasks, scores=scores)
+    search.check_search(scene)
     if config.source is not None:
         console.say(*check_same(scene, scores, config.source))
-    return scene
+    return replace(scene, known=search.known_orders(scene))
 
 
 def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Console) -> documents.Metrics:
@@ -160,50 +158,43 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
         folder: Where to write; may be ``config.source``. It changes when all is done; until then results are kept in
             `Folder.unfinished`, where the same call continues.
     """
-    started, source = time.monotonic(), config.source
-    scores = config.read_scores()
-    scene = open_to_prune(config, scores, console)
+    started, source, scored = time.monotonic(), config.source, Store()
+    scene = open_to_prune(config, console)
     run = run_document(scene, folder) if source is None else run_after(source.read_run(), scene, folder)
-    known = search.known_orders(config, scene, scores, console)
-    announce(console, lambda: cost_of_pruning(scene, config, scores, planned=known is not None))
-    scored = Store()
+    announce(console, lambda: cost_of_pruning(scene))
     if source is None:
-        scores, scored = score_all(scene, config.methods_to_score, folder, console)
+        scores, scored = score_all(scene, config.methods_to_score, folder)
+        scene = replace(scene, scores=scores)
     # Second datasets change other results only by training, which leaves out their examples.
-    also = [part.content_hash for part in scene.parts.also]
-    candidates = config.candidates(scores)
+    also = [part.content_hash for part in scene.parts.also] if config.finetune else []
     asked = [config.search, config.plan, config.plan_file, config.finetune]
-    facts = [asked, [s.method for s in candidates], [s.to_json() for s in scores], *(also if config.finetune else [])]
-    store = store_of(folder, "prune", scene, *facts, say=console.say)
-    assert store.folder is not None
-    content = runs.RunFolder(store.folder / "content")
-    environment = current().first("environment", lambda: runs.environment(str(model_device(scene.model))))
-    trials = search.trials_of(scene, config, store, known)
-    context = results.PruneContext(config, scene, trials, store, content, console, environment)
+    facts = [asked, [s.method for s in scene.candidates], [s.to_json() for s in scene.scores], *also]
+    scene = replace(scene, store=store_of(folder, "prune", scene, *facts))
+    content, store = scene.content, scene.store
     if scene.measures.further:  # one that is not defined here must not stop the run in its last minute
-        context.measure("dense", scene.model)
-    result = _search(context, candidates)
-    controls = search.random_orders(scene, config, result.fits)
+        scene.measure("dense", scene.model)
+    result = _search(scene)
+    controls = search.random_orders(scene, result.fits)
     console.say(*dict.fromkeys(note for fit in result.fits for note in fit.plan.notes))
-    curve = search.trade_off(search.curves(config, result, trials), controls, result.fits, trials, console)
-    pruned_models = [results.carry_out(fit, controls, context) for fit in result.fits]
-    metrics = _metrics(context, result, curve, pruned_models)
-    measured = {"dense": context.measure("dense", scene.model)}
-    measured |= {budget.checkpoint: context.measure(f"pruned {budget.asked}", model) for budget, model in pruned_models}
+    curve = search.trade_off(scene, result, controls)
+    pruned_models = [results.carry_out(fit, controls, scene) for fit in result.fits]
+    metrics = _metrics(scene, result, curve, pruned_models)
+    measured = {"dense": scene.measure("dense", scene.model)}
+    measured |= {budget.checkpoint: scene.measure(f"pruned {budget.asked}", model) for budget, model in pruned_models}
 
     def write() -> None:
         seconds = round(scored.seconds + store.seconds + time.monotonic() - started, 1)
-        if scores:
-            save_scores(content.scores_path, scores)
+        if scene.scores:
+            save_scores(content.scores_path, scene.scores)
         if source is not None and source.heads_path.exists():
             shutil.copyfile(source.heads_path, content.heads_path)
         else:
-            write_heads(scene, store, content, console)
+            write_heads(scene, store, content)
         for i, fit in enumerate(result.fits):
             fit.plan.save(content.plan_path(fit.plan.asked, first=i == 0))
         metrics.write(content.metrics_path)
         if config.plan is None:
-            (known or search.orders_document(config, scene, candidates, result)).write(content.orders_path)
+            (scene.known or search.orders_document(scene, result)).write(content.orders_path)
         documents.ReportValues.of(scene.parts.report, measured).write(content.values_path)
         # Last, since it names the other documents by their checksums.
         content.write_run(replace(run, seconds=(*run.seconds[: len(run.commands) - 1], seconds)))
@@ -214,28 +205,26 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     return metrics
 
 
-def _search(context: results.PruneContext, scores: Sequence[HeadScores]) -> SearchResult:
+def _search(scene: search.PruneScene) -> SearchResult:
     """The search's stored result, or a new one; if budgets are timed, a search on another machine is a new one."""
-    config = context.config
 
     def find() -> SearchResult:
-        result = search.search_or_plan(context.scene, config, scores, context.trials, context.console)
+        result = search.search_or_plan(scene)
         fits = {fit.plan.asked: fit for fit in result.fits}  # "50%" and "36" may be the same
         return replace(result, fits=tuple(fits.values()))
 
-    timed = any(budget.timed for budget in config.search.budgets)
-    return context.store.get(f"search {context.environment}" if timed else "search", find)
+    timed = any(budget.timed for budget in scene.config.search.budgets)
+    return scene.store.get(f"search {scene.environment}" if timed else "search", find)
 
 
 def _metrics(
-    context: results.PruneContext, result: SearchResult, curve: list[documents.Point], models: list[results.CarriedOut]
+    scene: search.PruneScene, result: SearchResult, curve: list[documents.Point], models: list[results.CarriedOut]
 ) -> documents.Metrics:
     """The content of metrics.json; times are measured and exports made here."""
-    scene, metric = context.scene, context.scene.metric
-    stored = scene.loaded.stored  # in which pruned models are saved
+    metric, stored = scene.metric, scene.loaded.stored  # in which pruned models are saved
 
     def measure(part: Part | None = None) -> documents.Measured:
-        return documents.Measured.of(context.measure("dense", scene.model, part), metric)
+        return documents.Measured.of(scene.measure("dense", scene.model, part), metric)
 
     dense = documents.Dense(
         **vars(measure()), parameters=latency.parameters(scene.model), weights=stored_size(scene.model, stored),
@@ -244,26 +233,26 @@ def _metrics(
     )  # fmt: skip
     also = [documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also]
     metrics = documents.Metrics(
-        metric=metric, curve_metric=scene.measures.for_plans, environment=context.environment, planning=context.config.planning(result), dense=dense,
-        budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(context, models),
-        tasks=tuple(results.run_tasks(context, models)),
+        metric=metric, curve_metric=scene.measures.for_plans, environment=scene.environment, planning=scene.config.planning(result), dense=dense,
+        budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(scene, models),
+        tasks=tuple(results.run_tasks(scene, models)),
     )  # fmt: skip
 
     def export() -> documents.Metrics:
-        exports = results.export_models(context, sorted(metrics.budgets, key=lambda budget: -budget.kept))
-        return replace(metrics, exports=tuple(exports), engines=tuple(results.time_exports(context, exports)))
+        exports = results.export_models(scene, sorted(metrics.budgets, key=lambda budget: -budget.kept))
+        return replace(metrics, exports=tuple(exports), engines=tuple(results.time_exports(scene, exports)))
 
-    return current().first("exports", export) if context.config.exports else metrics
+    return current().first("exports", export) if scene.config.exports else metrics
 
 
-def _times(context: results.PruneContext, pruned_models: Sequence[results.CarriedOut]) -> dict[str, Any]:
+def _times(scene: search.PruneScene, pruned_models: Sequence[results.CarriedOut]) -> dict[str, Any]:
     """All measured times, as fields of `Metrics`; on another machine they are measured again."""
-    scene, console, store, environment = context.scene, context.console, context.store, context.environment
+    console, store, environment = scene.console, scene.store, scene.environment
     first = partial(current().first, "timing")  # of several processes one times, while the others wait
     largest = sorted(pruned_models, key=lambda pair: -pair[0].kept)
     models = {"dense": scene.model, **{result.name: model for result, model in largest}}
     plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
-    timed = partial(results.time_models, scene, models, console)
+    timed = partial(results.time_models, scene, models)
     latencies = store.get(f"latency {environment}", partial(first, timed))
     shapes = inputs(scene)
     prompts = [shape for shape in shapes if shape[1] == shapes[0][1]]  # of median length: they come first
@@ -285,7 +274,7 @@ def _times(context: results.PruneContext, pruned_models: Sequence[results.Carrie
 # -- results on disk ---------------------------------------------------------------------------------
 
 
-def store_of(folder: runs.RunFolder, name: str, scene: Scene, *facts: Any, say: Callable[[str], None]) -> Store:
+def store_of(folder: runs.RunFolder, name: str, scene: Scene, *facts: Any) -> Store:
     """The store of one computation's results, keyed by the model, data, options and versions.
 
     Args:
@@ -298,7 +287,7 @@ def store_of(folder: runs.RunFolder, name: str, scene: Scene, *facts: Any, say: 
     del loading["device_map"], loading["device_memory"]  # nor does where weights are kept
     parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
     device = model_device(scene.model).type
-    return folder.store(say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
+    return folder.store(scene.console.say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
 
 
 def publish(folder: runs.RunFolder, content: runs.RunFolder) -> None:
