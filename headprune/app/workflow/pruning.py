@@ -173,7 +173,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     content, store = scene.content, scene.store
     if scene.measures.further:  # one that is not defined here must not stop the run in its last minute
         scene.measure("dense", scene.model)
-    result = _search(scene)
+    result = search.search_or_plan(scene)
     controls = search.random_orders(scene, result.fits)
     console.say(*dict.fromkeys(note for fit in result.fits for note in fit.plan.notes))
     curve = search.trade_off(scene, result, controls)
@@ -203,18 +203,6 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
 
     current().first("writing the run", write)
     return metrics
-
-
-def _search(scene: search.PruneScene) -> SearchResult:
-    """The search's stored result, or a new one; if budgets are timed, a search on another machine is a new one."""
-
-    def find() -> SearchResult:
-        result = search.search_or_plan(scene)
-        fits = {fit.plan.asked: fit for fit in result.fits}  # "50%" and "36" may be the same
-        return replace(result, fits=tuple(fits.values()))
-
-    timed = any(budget.timed for budget in scene.config.search.budgets)
-    return scene.store.get(f"search {scene.environment}" if timed else "search", find)
 
 
 def _metrics(

@@ -24,6 +24,7 @@ from headprune.fingerprint import fingerprint, versions
 from headprune.gates import mask
 from headprune.inputs import model_device
 from headprune.options import SearchOptions
+from headprune.plan_search import SearchResult
 from headprune.planning import AUTO, Order, Search, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
@@ -91,7 +92,7 @@ class PruneConfig:
             raise ScoresError(f"{self.source.scores_path} holds no scores by {missing[0]}.", hint)
         return scores
 
-    def planning(self, result: plan_search.SearchResult) -> Planning:
+    def planning(self, result: SearchResult) -> Planning:
         """How the plans were made, for the report."""
         if self.plan is not None:
             return Planning(plan=self.plan_file)
@@ -229,8 +230,8 @@ def check_search(scene: PruneScene) -> None:
 RANDOM_DRAWS = 3
 
 
-def search_or_plan(scene: PruneScene) -> plan_search.SearchResult:
-    """For every budget a plan that meets it; or the user's plan.
+def search_or_plan(scene: PruneScene) -> SearchResult:
+    """For every budget a plan that meets it; or the user's plan. If budgets are timed, a search on another machine is a new one.
 
     Raises:
         HeadPruneError: A budget that no order can meet; a plan that does not fit the model.
@@ -238,13 +239,18 @@ def search_or_plan(scene: PruneScene) -> plan_search.SearchResult:
     config, trials = scene.config, scene.trials
     if config.plan is not None:
         config.plan.check_model(scene.model)
-        plan = replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")
-        return plan_search.SearchResult((Fit(plan),))
+        return SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
 
     def subject_for(budget: Budget) -> Subject:
         return plan_search.subject_of(trials, scene.example, scene.input_for(budget))
 
-    return plan_search.find_plans(config.search, scene.candidates, trials, subject_for, scene.console)
+    def find() -> SearchResult:
+        result = plan_search.find_plans(config.search, scene.candidates, trials, subject_for, scene.console)
+        fits = {fit.plan.asked: fit for fit in result.fits}  # "50%" and "36" may be the same
+        return replace(result, fits=tuple(fits.values()))
+
+    timed = any(budget.timed for budget in config.search.budgets)
+    return scene.store.get(f"search {scene.environment}" if timed else "search", find)
 
 
 def known_orders(scene: PruneScene) -> Orders | None:
@@ -261,7 +267,7 @@ def known_orders(scene: PruneScene) -> Orders | None:
     return known
 
 
-def orders_document(scene: PruneScene, result: plan_search.SearchResult) -> Orders:
+def orders_document(scene: PruneScene, result: SearchResult) -> Orders:
     """The orders of a search, for later budgets."""
     total = sum(layer.num_heads for layer in scene.maskable)
     levels = plan_search.levels_of(total, [count for count in scene.counts if count is not None])
@@ -290,7 +296,7 @@ def random_orders(scene: PruneScene, fits: Sequence[Fit]) -> list[Order]:
     return orders
 
 
-def _curves(scene: PruneScene, result: plan_search.SearchResult) -> dict[str, Order]:
+def _curves(scene: PruneScene, result: SearchResult) -> dict[str, Order]:
     """The orders whose curves are drawn: by scores, and the used (or best) one of the orders that `auto` makes itself."""
     orders, fits = dict(result.orders), result.fits
     own = [name for name, order in orders.items() if not order.method]
@@ -307,7 +313,7 @@ def _curves(scene: PruneScene, result: plan_search.SearchResult) -> dict[str, Or
     return {name: order for name, order in orders.items() if name not in own or name == best}
 
 
-def trade_off(scene: PruneScene, result: plan_search.SearchResult, randoms: Sequence[Order]) -> list[Point]:
+def trade_off(scene: PruneScene, result: SearchResult, randoms: Sequence[Order]) -> list[Point]:
     """The metric on the choosing part against heads kept, by every order and by random."""
     orders, fits, trials = _curves(scene, result), result.fits, scene.trials
     total = fits[0].plan.total
