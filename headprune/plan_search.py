@@ -18,11 +18,10 @@ from torch import nn
 
 from headprune.amounts import flops
 from headprune.attention import Layers
-from headprune.budgets import Budget, Fit, Subject
+from headprune.budgets import Budget, Fit, SearchOptions, Subject
 from headprune.checkpoint import StockCounts
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example
-from headprune.options import SearchOptions
 from headprune.planning import AUTO, GROUPS, SLICES, Constraints, Order, Search, arrange, needs_scores, strategy_named
 from headprune.planning.search import work_of
 from headprune.planning.strategies import Work, effort_named

@@ -11,7 +11,8 @@ import typer
 from pydantic import Field, StrictBool, StrictInt
 
 from headprune.errors import HeadPruneError, registered
-from headprune.options import MAX_SEED
+
+MAX_SEED = 2**31 - 1  # NumPy takes no more than 2**32 - 1, and some draws add to it
 
 _data, _model, _training, _tasks = (
     partial(typer.Option, rich_help_panel=panel)

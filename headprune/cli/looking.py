@@ -221,8 +221,7 @@ def demo(
     from headprune.app.folders import Folder, claimed, key_of
     from headprune.app.workflow.pruning import prune_run
     from headprune.app.workflow.search import PruneConfig
-    from headprune.budgets import budget_of
-    from headprune.options import SearchOptions
+    from headprune.budgets import SearchOptions, budget_of
     from headprune.scoring import DEFAULT_METHODS
 
     key = key_of("demo", output, device, overwrite)

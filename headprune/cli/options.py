@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
-from headprune.app.options import DataOptions, LoadOptions, Options
+from headprune.app.options import MAX_SEED, DataOptions, LoadOptions, Options
 from headprune.budgets import BUDGETS, Budget
 from headprune.cli.session import Manner, session
 from headprune.errors import HeadPruneError
-from headprune.options import MAX_SEED
 
 if TYPE_CHECKING:
     from headprune.app.console import Console as Console

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
+from headprune.budgets import SearchOptions
 from headprune.cli import tables
 from headprune.cli.app import command
 from headprune.cli.options import Budgets, Console, Distil, Model, Seed, Typed, Writing, known_methods, options_of
 from headprune.errors import HeadPruneError, ScoresError
-from headprune.options import SearchOptions
 
 if TYPE_CHECKING:
     from headprune.app.runs import RunFolder
@@ -205,10 +205,10 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
 
 def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console: Console) -> RunFolder | None:
     """Prune, or with ``--dry-run`` print what would be done; the folder that was written, or None."""
+    from headprune.api import methods_for
     from headprune.app import runs
     from headprune.app.folders import claimed
     from headprune.app.workflow.pruning import prune_run
-    from headprune.searching import methods_for
 
     _refuse_unused(config, distil)
     if config.source is None and config.uses_scores and not config.methods:

@@ -17,13 +17,12 @@ from headprune.app.options import Options, TaskOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.scene import Scene, budget_input
 from headprune.attention import Heads
-from headprune.budgets import Budget, Fit, Subject
+from headprune.budgets import Budget, Fit, SearchOptions, Subject
 from headprune.errors import HeadPruneError, ScoresError
 from headprune.evaluation import Measurement, interval, measurable
 from headprune.fingerprint import fingerprint, versions
 from headprune.gates import mask
 from headprune.inputs import model_device
-from headprune.options import SearchOptions
 from headprune.plan_search import SearchResult
 from headprune.planning import AUTO, Order, Search, arrange, needs_scores
 from headprune.planning.strategies import effort_named
