@@ -141,22 +141,22 @@ def prune(
 
     def configure(source: RunFolder | None) -> PruneConfig:
         """The command's settings, with the scores of a run or with new ones."""
-        extra: dict[str, Any] = {"seed": seed, "measuring": measuring, **({"distil": True} if distil else {})}
-        extra |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
-        options = options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
+        keep = next(iter(budgets.texts.get("keep", [])), None)
+        own: dict[str, Any] = {"seed": seed, "measuring": measuring, "distil": distil, "keep": keep}
+        options = options_of(source, model, replace(data, also=more.also), loading, typed, **own)
         return PruneConfig(
             options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), more.finetune, methods, source,
             writing.no_resume, more.export, tasks,
         )  # fmt: skip
 
     try:
-        folder = _run(configure(source), writing, distil, key, console)
+        folder = _run(configure(source), writing, key, console)
     except ScoresError as error:
         if source is None or more.scores is not None or model is None or not data.dataset:
             raise
         # Without these scores, the command line still says all that is needed.
         console.say(f"The scores in {source.path} are left aside. {error.args[0]}")
-        folder = _run(configure(None), writing, distil, key, console)
+        folder = _run(configure(None), writing, key, console)
     if folder is not None:
         tables.print_pruned(console, folder)
 
@@ -203,14 +203,14 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
     return newest
 
 
-def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console: Console) -> RunFolder | None:
+def _run(config: PruneConfig, writing: Writing, key: str, console: Console) -> RunFolder | None:
     """Prune, or with ``--dry-run`` print what would be done; the folder that was written, or None."""
     from headprune.api import methods_for
     from headprune.app import runs
     from headprune.app.folders import claimed
     from headprune.app.workflow.pruning import prune_run
 
-    _refuse_unused(config, distil)
+    _refuse_unused(config)
     if config.source is None and config.uses_scores and not config.methods:
         config = replace(config, methods=methods_for(config.search.strategy))
         if config.methods:
@@ -224,13 +224,13 @@ def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console:
     return folder
 
 
-def _refuse_unused(config: PruneConfig, distil: bool) -> None:
+def _refuse_unused(config: PruneConfig) -> None:
     """Refuse options for scoring where nothing will be scored: to ignore them would mislead.
 
     Raises:
         HeadPruneError: Such an option was given.
     """
-    flags = [*(["--distil"] if distil else []), *(f"--method {method}" for method in config.methods)]
+    flags = [*(["--distil"] if config.options.distil else []), *(f"--method {method}" for method in config.methods)]
     if flags and not config.uses_scores:
         why = "a plan says which heads go" if config.plan else f"--strategy {config.search.strategy} takes no scores"
         raise HeadPruneError(f"{flags[0]} has no use here: {why}.", f"Leave out {flags[0]}.")
