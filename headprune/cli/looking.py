@@ -12,8 +12,7 @@ import typer
 
 from headprune.app.options import DataOptions, Device, LoadOptions, Options
 from headprune.cli import tables
-from headprune.cli.app import command
-from headprune.cli.options import Console, Model, Overwrite, Seed, Typed, numbers_in, output_option
+from headprune.cli.app import Console, Model, Overwrite, Seed, Typed, command, numbers_in, output_option
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:

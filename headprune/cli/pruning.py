@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
-from headprune.budgets import SearchOptions
+from headprune.app.options import DataOptions, LoadOptions, MetricOptions, Options, TaskOptions
+from headprune.budgets import BUDGETS, Budget, SearchOptions
 from headprune.cli import tables
-from headprune.cli.app import command
-from headprune.cli.options import Budgets, Console, Distil, Model, Seed, Typed, Writing, known_methods, options_of
+from headprune.cli.app import Console, Distil, Model, NoResume, Overwrite, Seed, Typed, command, output_option, over
 from headprune.errors import HeadPruneError, ScoresError
 
 if TYPE_CHECKING:
     from headprune.app.runs import RunFolder
     from headprune.app.workflow.search import PruneConfig
     from headprune.plans import PruningPlan
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Where a run writes, and how it treats what it finds there."""
+
+    output: Annotated[Path | None, output_option(help="Run folder [reports/MODEL-1, or the next free number].")] = None
+    overwrite: Overwrite = False
+    no_resume: NoResume = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Load and check everything, then stop; write nothing. prune also searches for the plan and prints it, unless its strategy "
+            "needs scores that are not there yet.",
+        ),
+    ] = False
 
 
 @command(
@@ -63,6 +80,46 @@ def score(
     console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
     console.result(f"Next:   headprune prune --keep 50% -o {folder.path}")
     console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})
+
+
+_budget = partial(typer.Option, rich_help_panel="Budget (one kind per run; repeatable, for nested plans)")
+
+
+_options = {name: _budget(kind.flag, *filter(None, [kind.short]), help=kind.help) for name, kind in BUDGETS.items()}
+_fields = [(name.replace("-", "_"), Annotated[tuple[str, ...], option], ()) for name, option in _options.items()]
+_BudgetTexts: Any = make_dataclass("_BudgetTexts", _fields, frozen=True)
+
+
+@dataclass(frozen=True)
+class Budgets(_BudgetTexts):  # type: ignore[misc]
+    """How many heads stay: budgets of one kind, each with its option, or a plan."""
+
+    plan: Annotated[Path | None, _budget(help="A plan's file, such as a plan.json edited by hand.")] = None
+
+    @property
+    def texts(self) -> dict[str, tuple[str, ...]]:
+        """What was typed, by kind of budget."""
+        return {name: texts for name in BUDGETS if (texts := getattr(self, name.replace("-", "_")))}
+
+    def parse(self) -> tuple[Budget, ...]:
+        """The budgets, of one kind; none where a plan was given.
+
+        Raises:
+            HeadPruneError: Neither was given, or two kinds of them.
+        """
+        flags = [BUDGETS[kind].flag for kind in self.texts] + (["--plan"] if self.plan else [])
+        if not flags:
+            hint = "Say it with --keep, for instance --keep 50%, or with another budget (headprune prune --help)."
+            raise HeadPruneError("How many heads to keep?", hint)
+        if len(flags) > 1:
+            hint = "Give one of them."
+            if (drop := BUDGETS["drop"].flag) in flags:
+                hint += f" {drop} keeps the fewest heads that it allows: what that run reports of speed and size is the most that this loss can buy."
+            raise HeadPruneError(f"{' and '.join(flags)} are different kinds of budget.", hint)
+        budgets = tuple(BUDGETS[kind].parse(text) for kind, texts in self.texts.items() for text in texts)
+        for budget in budgets:
+            budget.check()
+        return budgets
 
 
 _repair = partial(typer.Option, rich_help_panel="Repair")
@@ -272,3 +329,44 @@ def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
     tables.print_plans(console, result.fits, scene.scores)
     console.document({"folder": str(folder.path), "plans": [fit.plan.to_json() for fit in result.fits]})
     console.result(f"Would prune and write {folder.path}. Nothing was written.")
+
+
+# -- options of a run --------------------------------------------------------------------------------------
+
+
+def options_of(
+    source: RunFolder | None, model: str | None, data: DataOptions, loading: LoadOptions, typed: Typed, **more: Any
+) -> Options:
+    """A run's options: as they were typed; else those of the run that has the scores; else the defaults.
+
+    Args:
+        more: Further fields of `Options`; a seed that was not typed is left out.
+
+    Raises:
+        HeadPruneError: No dataset; an invalid value.
+    """
+    own = {name: value for name, value in more.items() if name != "seed" or "seed" in typed}
+    if "seed" in own:
+        data = replace(data, seed=own["seed"])
+    base = Options("", DataOptions()) if source is None else source.read_run().options
+    data, loading = over(base.data, data, typed), over(base.loading, loading, typed)
+    if "measuring" in own:
+        own["measuring"] = over(base.measuring, own["measuring"], typed)
+    options = replace(base, model=model or base.model, data=data, loading=loading, **own)
+    options.check()
+    return options
+
+
+def known_methods(texts: Sequence[str]) -> tuple[str, ...]:
+    """The scoring methods that were typed, with their settings, each once.
+
+    Raises:
+        HeadPruneError: There is no such method or setting, or a method is given twice.
+    """
+    from headprune.scoring.base import method_and_settings
+
+    methods = {text: method_and_settings(text)[0] for text in texts}
+    names = list(methods.values())
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise HeadPruneError(f"--method {twice[0]} is there twice, with different settings.", "Give it once.")
+    return tuple(methods)

@@ -10,8 +10,7 @@ import typer
 
 from headprune.app.options import DataOptions, Device, FinetuneOptions, LoadOptions, Mixture, Options, TaskName, Trust
 from headprune.cli import tables
-from headprune.cli.app import command
-from headprune.cli.options import Console, Model, NoResume, Overwrite, Saved, Typed, output_option, over
+from headprune.cli.app import Console, Model, NoResume, Overwrite, Saved, Typed, command, output_option, over
 from headprune.errors import HeadPruneError
 
 
