@@ -210,6 +210,7 @@ def _metrics(
 ) -> documents.Metrics:
     """The content of metrics.json; times are measured and exports made here."""
     metric, stored = scene.metric, scene.loaded.stored  # in which pruned models are saved
+    largest = sorted(models, key=lambda pair: -pair[0].kept)
 
     def measure(part: Part | None = None) -> documents.Measured:
         return documents.Measured.of(scene.measure("dense", scene.model, part), metric)
@@ -222,13 +223,13 @@ def _metrics(
     also = [documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also]
     metrics = documents.Metrics(
         metric=metric, curve_metric=scene.measures.for_plans, environment=scene.environment, planning=scene.config.planning(result), dense=dense,
-        budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(scene, models),
-        tasks=tuple(results.run_tasks(scene, models)),
+        budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(scene, largest),
+        tasks=tuple(results.run_tasks(scene, largest)),
     )  # fmt: skip
 
     def export() -> documents.Metrics:
-        exports = results.export_models(scene, sorted(metrics.budgets, key=lambda budget: -budget.kept))
-        return replace(metrics, exports=tuple(exports), engines=tuple(results.time_exports(scene, exports)))
+        exports, engines = results.export_models(scene, [budget for budget, _ in largest])
+        return replace(metrics, exports=tuple(exports), engines=tuple(engines))
 
     return current().first("exports", export) if scene.config.exports else metrics
 
@@ -237,9 +238,8 @@ def _times(scene: search.PruneScene, pruned_models: Sequence[results.CarriedOut]
     """All measured times, as fields of `Metrics`; on another machine they are measured again."""
     console, store, environment = scene.console, scene.store, scene.environment
     first = partial(current().first, "timing")  # of several processes one times, while the others wait
-    largest = sorted(pruned_models, key=lambda pair: -pair[0].kept)
-    models = {"dense": scene.model, **{result.name: model for result, model in largest}}
-    plans = {result.name: {name: list(heads) for name, heads in result.drop.items()} for result, _ in largest}
+    models = {"dense": scene.model, **{result.name: model for result, model in pruned_models}}
+    plans = {result.name: result.drop for result, _ in pruned_models}
     timed = partial(results.time_models, scene, models)
     latencies = store.get(f"latency {environment}", partial(first, timed))
     shapes = inputs(scene)

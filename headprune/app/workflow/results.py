@@ -22,6 +22,7 @@ from headprune.app.options import FinetuneOptions
 from headprune.app.sources import widen
 from headprune.app.workflow.scene import Console, Saved, Scene, budget_input, inputs
 from headprune.app.workflow.search import PruneScene
+from headprune.arguments import Plan
 from headprune.attention import AttentionLayer, Heads
 from headprune.budgets import Fit
 from headprune.divergence import IGNORED
@@ -142,8 +143,7 @@ def run_tasks(scene: PruneScene, pruned_models: Sequence[CarriedOut]) -> list[do
             size = scene.options.data.batch_size
             return harness.run_tasks(replace(scene.loaded, model=model), tasks, options.task_limit, size, progress)
 
-    largest = sorted(pruned_models, key=lambda pair: -pair[0].kept)
-    for name, model in [("dense", scene.model), *((result.name, model) for result, model in largest)]:
+    for name, model in [("dense", scene.model), *((result.name, model) for result, model in pruned_models)]:
         make = partial(current().first, "tasks", partial(run, name, model))
         results.append((name, scene.store.get(f"tasks {name} {facts}", make)))
     return harness.tables_of(results)
@@ -249,7 +249,7 @@ def time_models(scene: Scene, models: dict[str, nn.Module]) -> documents.Latenci
 
 
 def time_parts(
-    model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Heads],
+    model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Plan],
     timed: Sequence[latency.LatencyRow], console: Console,
 ) -> tuple[documents.TimeParts, ...]:  # fmt: skip
     """Where the time of the dense model's passes goes, and the largest possible speed-up of each plan.
@@ -292,46 +292,43 @@ def _all_prunable_heads(layers: Sequence[AttentionLayer]) -> Heads:
     return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
 
 
-def export_models(scene: PruneScene, results: Sequence[documents.BudgetResult]) -> list[documents.ExportedModel]:
-    """Export every pruned model in every format, beside the checkpoints. A format that cannot express one stops no run."""
-    models, store = [], scene.store
+def export_models(
+    scene: PruneScene, results: Sequence[documents.BudgetResult]
+) -> tuple[list[documents.ExportedModel], list[documents.EngineLatency]]:
+    """Every pruned model in every format, beside the checkpoints; times of those whose engine can be timed here, and of the dense one."""
+    every, rows = [], []
     for name in dict.fromkeys(scene.config.exports):
-        for result in results:
-            file = scene.content.path / f"{result.checkpoint}{format_named(name).suffix}"
-            if not file.exists():  # a publication moved it
-                store.forget(f"export {file.name}")
-            model = store.get(f"export {file.name}", partial(_export_or_explain, scene, name, result, file))
-            for line in model.notes if model.file else (model.summary, *model.notes):
-                scene.console.say(f"{file.name}: {line}")
-            models.append(model)
-    return models
-
-
-def time_exports(scene: PruneScene, models: Sequence[documents.ExportedModel]) -> list[documents.EngineLatency]:
-    """Times of each format's models and the dense one, on the run's timed inputs, if its engine can be timed here."""
-    rows = []
-    for name in dict.fromkeys(model.format for model in models):
-        files = {m.name: scene.content.path / m.file for m in models if m.format == name and m.file}
+        models = [_exported(scene, name, result) for result in results]
+        files = {model.name: scene.content.path / model.file for model in models if model.file}
         if files and all(map(is_exported, files.values())):
             make = partial(_time_format, scene, name, files)
             rows.append(scene.store.get(f"latency {name} {scene.environment}", make))
-    return rows
+        every += models
+    return every, rows
 
 
-def _export_or_explain(
-    scene: PruneScene, name: str, result: documents.BudgetResult, file: Path
-) -> documents.ExportedModel:
+def _exported(scene: PruneScene, name: str, result: documents.BudgetResult) -> documents.ExportedModel:
+    """A pruned model in a format, or why there is none: that stops no run."""
     facts: dict[str, Any] = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
-    trusted = scene.options.loading.trust_remote_code
-    try:
-        with scene.console.track(f"writing {file.name}"):
-            model = checkpoint.load(scene.content.path / result.checkpoint, trust_remote_code=trusted)
-            done = _export(scene, model, name, file)
-    except HeadPruneError as error:
-        return documents.ExportedModel(**facts, file=None, proved=False, summary=str(error.args[0]))
-    return documents.ExportedModel(
-        **facts, file=file.name, proved=done.proved, summary=done.summary, notes=tuple(done.notes)
-    )
+    file = scene.content.path / f"{result.checkpoint}{format_named(name).suffix}"
+
+    def make() -> documents.ExportedModel:
+        trusted = scene.options.loading.trust_remote_code
+        try:
+            with scene.console.track(f"writing {file.name}"):
+                pruned = checkpoint.load(scene.content.path / result.checkpoint, trust_remote_code=trusted)
+                done = _export(scene, pruned, name, file)
+        except HeadPruneError as error:
+            return documents.ExportedModel(**facts, file=None, proved=False, summary=str(error.args[0]))
+        notes = tuple(done.notes)
+        return documents.ExportedModel(**facts, file=file.name, proved=done.proved, summary=done.summary, notes=notes)
+
+    if not file.exists():  # a publication moved it
+        scene.store.forget(f"export {file.name}")
+    model = scene.store.get(f"export {file.name}", make)
+    for line in model.notes if model.file else (model.summary, *model.notes):
+        scene.console.say(f"{file.name}: {line}")
+    return model
 
 
 def _time_format(scene: PruneScene, name: str, files: dict[str, Path]) -> documents.EngineLatency:
