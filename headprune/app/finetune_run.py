@@ -81,8 +81,6 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents
 
 
 def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
-    from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
-
     began, source, options = time.monotonic(), config.source, config.options
     run = run_of(source)
     scene = _open_dense(options, run, console)
@@ -98,11 +96,7 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
         )
     console.say(*notes)
     announce(console, lambda: cost_of_training(pruned, train, parts.choose, parts.report, config.training.epochs))
-    with console.track("fine-tuning") as progress:
-        tuned, training = finetune(
-            pruned, scene.model, train, parts.choose, config.training, folder.unfinished / "training", metric=scene.measures.own,
-            progress=progress, say=console.say,
-        )  # fmt: skip
+    tuned, training = scene.finetune(pruned, train, config.training, folder.unfinished / "training")
     content, origin = folder.unfinished / "content", {"from": str(source)}
     saved = current().first("saving", lambda: scene.save(tuned, content, _EXACT, finetuned=origin))
     models = {"dense": scene.model, "pruned": pruned, "finetuned": scene.load(content)}

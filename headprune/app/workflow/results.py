@@ -204,18 +204,11 @@ def _build_pruned(
 
 def _train(scene: PruneScene, pruned: nn.Module, asked: int) -> tuple[nn.Module, documents.Trained]:
     """The fine-tuned model, and its record for the report."""
-    from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
-
-    console = scene.console
     before = documents.Measured.of(scene.measures.evaluate(pruned, scene.parts.report), scene.metric)
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
-    console.say(*notes)
+    scene.console.say(*notes)
     options = FinetuneOptions(epochs=scene.config.finetune, seed=scene.options.seed)
-    with console.track("fine-tuning") as progress:
-        model, training = finetune(
-            pruned, scene.model, train, scene.parts.choose, options, scene.content.path.parent / f"finetune-{asked}",
-            metric=scene.measures.own, progress=progress, say=console.say,
-        )  # fmt: skip
+    model, training = scene.finetune(pruned, train, options, scene.content.path.parent / f"finetune-{asked}")
     return model, documents.Trained(**vars(training), options=options, before=before)
 
 

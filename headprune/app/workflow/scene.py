@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from headprune import checkpoint, latency
-from headprune.app.data import DataOptions, DataParts, load_parts
-from headprune.app.documents import Cut, Examples
+from headprune.app.data import DataOptions, DataParts, Part, load_parts
+from headprune.app.documents import Cut, Examples, Training
 from headprune.app.measures import Measures
 from headprune.app.models import LoadedModel, load_model, positions_of
-from headprune.app.options import Options
+from headprune.app.options import FinetuneOptions, Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import name_of, narrow, placed, placing_of, stored_size, widen
 from headprune.attention import AttentionLayer
@@ -94,6 +94,18 @@ class Scene:
         example: Any = self.parts.report.typical(min(batch, len(self.parts.report)))
         example = unlabelled(example) if length else without_labels(self.model, example)
         return shaped(example, batch, length)
+
+    def finetune(
+        self, pruned: nn.Module, train: Part, options: FinetuneOptions, work: Path
+    ) -> tuple[nn.Module, Training]:
+        """A pruned model trained on a part, with the dense one as its teacher, and how; ``work`` is for checkpoints."""
+        from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
+
+        with self.console.track("fine-tuning") as progress:
+            return finetune(
+                pruned, self.model, train, self.parts.choose, options, work, metric=self.measures.own, progress=progress,
+                say=self.console.say,
+            )  # fmt: skip
 
     def save(self, model: nn.Module, path: Path, tolerance: float, **about: Any) -> Saved:
         """Save a pruned model in the precision of the dense checkpoint, and check that the folder gives the same outputs.
