@@ -304,10 +304,8 @@ def _load_second_dataset(options: DataOptions, dataset: str, loaded: LoadedModel
         raise HeadPruneError(f"{dataset} holds no labelled rows.", "Check the files.")
     split = next((each for each in _REPORT_SPLITS if each in usable), next(iter(usable)))
     # Columns that were named for the first dataset are guessed where this one does not have them.
-    there, named = (
-        splits[split].column_names,
-        {name: getattr(options, name) for name in ("text_column", "label_column")},
-    )
+    there = splits[split].column_names
+    named = {name: getattr(options, name) for name in ("text_column", "label_column")}
     known: Any = {k: v if v and all(s.strip() in there for s in v.split(",")) else None for k, v in named.items()}
     options = replace(options, dataset=dataset, subset=None, **known)
     encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled=True)
