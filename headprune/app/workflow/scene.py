@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from headprune import checkpoint, latency
-from headprune.app.data import DataOptions, DataParts, Part, load_parts
+from headprune.app.data import DataParts, Part, load_parts
 from headprune.app.documents import Cut, Examples, Training
 from headprune.app.measures import Measures
 from headprune.app.models import LoadedModel, load_model, positions_of
-from headprune.app.options import FinetuneOptions, Options
+from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import name_of, narrow, placed, placing_of, stored_size, widen
 from headprune.attention import AttentionLayer
