@@ -218,7 +218,7 @@ def demo(
     from headprune.app import demo as room
     from headprune.app import runs
     from headprune.app.folders import Folder, claimed, key_of
-    from headprune.app.workflow.pruning import prune_run
+    from headprune.app.workflow import prune_run
     from headprune.app.workflow.search import PruneConfig
     from headprune.budgets import SearchOptions, budget_of
     from headprune.scoring import DEFAULT_METHODS

@@ -60,7 +60,7 @@ def score(
     """Score the importance of every head, by ablation and by gradient."""
     from headprune.app import runs
     from headprune.app.folders import claimed, key_of
-    from headprune.app.workflow import cost, pruning, scene
+    from headprune.app.workflow import cost, scene, score_run
     from headprune.scoring import DEFAULT_METHODS
 
     key = key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
@@ -74,7 +74,7 @@ def score(
         tables.print_dry_run(console, opened, methods, path, doing, cost.cost_of_scores(opened).line)
         return
     with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        _, scores = pruning.score_run(options, folder, console)
+        _, scores = score_run(options, folder, console)
     # The work is done, so a closed pipe (`| head`) does not interrupt it.
     tables.print_scores(console, scores)
     console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
@@ -265,7 +265,7 @@ def _run(config: PruneConfig, writing: Writing, key: str, console: Console) -> R
     from headprune.api import methods_for
     from headprune.app import runs
     from headprune.app.folders import claimed
-    from headprune.app.workflow.pruning import prune_run
+    from headprune.app.workflow import prune_run
 
     _refuse_unused(config)
     if config.source is None and config.uses_scores and not config.methods:
@@ -317,13 +317,12 @@ def _prune_folder(source: RunFolder | None, output: Path | None, model: str, ove
 
 def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
     """Print what would be done; nothing is written."""
-    from headprune.app.workflow.cost import cost_of_pruning
-    from headprune.app.workflow.pruning import open_to_prune, plan_run
+    from headprune.app.workflow import cost, open_to_prune, plan_run
 
     if config.source is None and config.needs_scores:
         scene = open_to_prune(config, console)
-        doing, cost = f"score, then prune and write {folder.path}", cost_of_pruning(scene)
-        tables.print_dry_run(console, scene, config.methods, folder.path, doing, cost.line)
+        doing = f"score, then prune and write {folder.path}"
+        tables.print_dry_run(console, scene, config.methods, folder.path, doing, cost.cost_of_pruning(scene).line)
         return
     scene, result = plan_run(config, console)
     tables.print_plans(console, result.fits, scene.scores)
