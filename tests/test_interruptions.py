@@ -232,7 +232,7 @@ SCORE = ["score", "m", "-d", "d", "-m", "weight-norm"]
 
 def test_a_result_is_not_shown_again_for_another_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed just after the end, and typed again after another training: the old scores were shown as if they were new ones."""
-    monkeypatch.setattr("headprune.app.folders.Folder.clear_unfinished", lambda self: None)  # SIGKILL comes before
+    monkeypatch.setattr("headprune.app.runs.Folder.clear_unfinished", lambda self: None)  # SIGKILL comes before
     run(*SCORE)
     again = run(*SCORE)
     assert "reports/m-1" in again.stdout

@@ -11,7 +11,6 @@ import torch
 from headprune import checkpoint
 from headprune.app import documents, runs
 from headprune.app.data import load_parts, load_train
-from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import load_model
 from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.app.report import finetune_card, finetune_report
@@ -22,7 +21,6 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import compare
 from headprune.files import write_file
 from headprune.fingerprint import config_hash, has_identity, processor_hash
-from headprune.inputs import model_device
 from headprune.parallel import current
 
 DOCUMENT = "finetune.json"
@@ -30,7 +28,7 @@ REPORT = "finetune.md"
 _EXACT = 1e-5  # relative: how much the saved model's answers may differ from the trained one's
 
 
-class TunedFolder(Folder):
+class TunedFolder(runs.Folder):
     """The folder of a fine-tuned model and its documents; a new result replaces everything in it."""
 
     parts = ("*",)
@@ -66,7 +64,7 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents
         HeadPruneError: No such folder, no dense model, an option out of its range, data that is cut differently than for pruning.
     """
     config.options.check()
-    output, key = config.output, key_of("finetune", replace(config, resume=True))
+    output, key = config.output, runs.key_of("finetune", replace(config, resume=True))
 
     def choose() -> TunedFolder:
         folder = TunedFolder(output)
@@ -75,7 +73,7 @@ def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents
             raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
         return folder
 
-    with claimed(choose, key, runs.command_line(), resume=config.resume, say=console.say) as folder:
+    with runs.claimed(choose, key, runs.command_line(), resume=config.resume, say=console.say) as folder:
         _run(config, folder, console)
         return output, documents.FinetuneRecord.read(output / DOCUMENT)
 
@@ -107,7 +105,7 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
     pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
     asked = {**vars(config.training), "dtype": options.loading.dtype, "train_limit": config.train_limit}
     record = documents.FinetuneRecord(
-        command=runs.command_line(), when=runs.now(), environment=runs.environment(str(model_device(pruned))),
+        command=runs.command_line(), when=runs.now(), environment=scene.environment,
         pruned=str(source), teacher=scene.loaded.source, task=task, metric=metric, data=options.data,
         options=documents.TrainingOptions(**asked), parts=documents.Cut.of(parts, train),
         notes=(*parts.notes, *notes, *filter(None, [saved.note])), seconds=round(time.monotonic() - began, 1), training=training,

@@ -59,11 +59,10 @@ def score(
 ) -> None:
     """Score the importance of every head, by ablation and by gradient."""
     from headprune.app import runs
-    from headprune.app.folders import claimed, key_of
     from headprune.app.workflow import cost, scene, score_run
     from headprune.scoring import DEFAULT_METHODS
 
-    key = key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
+    key = runs.key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
     methods = known_methods(method or DEFAULT_METHODS)
     options = options_of(None, model, data, loading, typed, seed=seed, distil=distil, methods=methods)
     choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
@@ -73,7 +72,7 @@ def score(
         doing = f"score by {', '.join(methods)} and write {path}"
         tables.print_dry_run(console, opened, methods, path, doing, cost.cost_of_scores(opened).line)
         return
-    with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
+    with runs.claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
         _, scores = score_run(options, folder, console)
     # The work is done, so a closed pipe (`| head`) does not interrupt it.
     tables.print_scores(console, scores)
@@ -177,7 +176,7 @@ def prune(
     seed: Seed = 0,
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
-    from headprune.app.folders import key_of
+    from headprune.app.runs import key_of
     from headprune.app.workflow.search import PruneConfig
     from headprune.planning import check_strategy
     from headprune.planning.strategies import effort_named
@@ -264,7 +263,6 @@ def _run(config: PruneConfig, writing: Writing, key: str, console: Console) -> R
     """Prune, or with ``--dry-run`` print what would be done; the folder that was written, or None."""
     from headprune.api import methods_for
     from headprune.app import runs
-    from headprune.app.folders import claimed
     from headprune.app.workflow import prune_run
 
     _refuse_unused(config)
@@ -276,7 +274,7 @@ def _run(config: PruneConfig, writing: Writing, key: str, console: Console) -> R
     if writing.dry_run:
         _dry_run(config, choose(), console)
         return None
-    with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
+    with runs.claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
         prune_run(config, folder, console)
     return folder
 

@@ -99,7 +99,7 @@ def run_document(scene: Scene, folder: runs.RunFolder) -> documents.Run:
     )  # fmt: skip
     return documents.Run(
         commands=(runs.command_line(),), when=runs.now(), seconds=(), options=scene.options, model=facts, folder=str(folder.path),
-        environment=runs.environment(str(model_device(scene.model))), **_cut_of(scene),
+        environment=scene.environment, **_cut_of(scene),
     )  # fmt: skip
 
 
@@ -146,8 +146,7 @@ def open_to_prune(config: search.PruneConfig, console: Console) -> search.PruneS
         console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
     if half := opened.loaded.stored:
         console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
-    environment = current().first("environment", lambda: runs.environment(str(model_device(opened.model))))
-    scene = search.PruneScene(**vars(opened), config=config, environment=environment, tasks=tasks, scores=scores)
+    scene = search.PruneScene(**vars(opened), config=config, tasks=tasks, scores=scores)
     search.check_search(scene)
     if config.source is not None:
         console.say(*check_same(scene, scores, config.source))

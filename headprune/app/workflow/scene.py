@@ -7,17 +7,20 @@ one. The saved folder is what is measured, its weights widened to float32 again,
 
 from __future__ import annotations
 
+import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
-from headprune import checkpoint, latency
+from headprune import __version__, checkpoint, latency
 from headprune.app.data import DataParts, Part, load_parts
-from headprune.app.documents import Cut, Examples, Training
+from headprune.app.documents import Cut, Environment, Examples, Training
 from headprune.app.measures import Measures
 from headprune.app.models import LoadedModel, load_model, positions_of
 from headprune.app.options import DataOptions, FinetuneOptions, Options
@@ -59,13 +62,19 @@ class Saved:
 
 @dataclass(frozen=True)
 class Scene:
-    """A loaded model with its data and its layers, and where messages go."""
+    """A loaded model with its data and its layers.
+
+    Attributes:
+        console: Where messages go.
+        environment: The machine that times are measured on; stored times of another one are not used.
+    """
 
     options: Options
     loaded: LoadedModel
     parts: DataParts
     layers: list[AttentionLayer]
     console: Console
+    environment: Environment
 
     @property
     def model(self) -> nn.Module:
@@ -194,7 +203,26 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
     console.say(*parts.notes)
     current().agree("a model", lambda: fingerprint(loaded.model))
     current().agree("examples", lambda: [part.content_hash for part in (parts.score, parts.choose, parts.report)])
-    return Scene(options, loaded, parts, find_attention(loaded.model, next(parts.score.batches(2))), console)
+    environment = current().first("environment", lambda: _environment(loaded.model))
+    return Scene(
+        options, loaded, parts, find_attention(loaded.model, next(parts.score.batches(2))), console, environment
+    )
+
+
+def _environment(model: nn.Module) -> Environment:
+    """Versions and hardware, for the report."""
+    device = str(model_device(model))
+    name = platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(torch.device(device))
+    elif Path("/proc/cpuinfo").is_file():
+        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        name = match.group(1).strip() if match else name
+    return Environment(
+        headprune=__version__, python=platform.python_version(), torch=torch.__version__,
+        transformers=transformers.__version__, system=platform.system(), device=device, device_name=name,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from headprune import plan_search
 from headprune.app.data import Part
-from headprune.app.documents import Environment, Orders, Planning, Point
+from headprune.app.documents import Orders, Planning, Point
 from headprune.app.options import Options, TaskOptions
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.scene import Scene, budget_input
@@ -121,7 +121,6 @@ class PruneScene(Scene):
     """A scene to prune in.
 
     Attributes:
-        environment: The machine that times are measured on; stored times of another one are not used.
         tasks: Tasks of lm-evaluation-harness to measure models on (`headprune.app.harness.load_tasks`).
         scores: All scores that there are.
         known: The orders of an earlier search, which are not made again.
@@ -129,7 +128,6 @@ class PruneScene(Scene):
     """
 
     config: PruneConfig
-    environment: Environment
     tasks: Sequence[Any] = ()
     scores: Sequence[HeadScores] = ()
     known: Orders | None = None
