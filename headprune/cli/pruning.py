@@ -73,7 +73,7 @@ def score(
         tables.print_dry_run(console, opened, methods, path, doing, cost.cost_of_scores(opened).line)
         return
     with runs.claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        _, scores = score_run(options, folder, console)
+        scores = score_run(options, folder, console)
     # The work is done, so a closed pipe (`| head`) does not interrupt it.
     tables.print_scores(console, scores)
     console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")

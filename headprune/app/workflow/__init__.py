@@ -31,8 +31,8 @@ from headprune.scoring import HeadScores, Settings, method_and_settings, save_sc
 from headprune.store import Store, digest
 
 
-def score_run(options: Options, folder: runs.RunFolder, console: Console) -> tuple[Scene, list[HeadScores]]:
-    """Score a model by each of the options' methods and write the run folder."""
+def score_run(options: Options, folder: runs.RunFolder, console: Console) -> list[HeadScores]:
+    """Score a model by each of the options' methods and write the run folder; returns the scores."""
     started = time.monotonic()
     scene = open_scene(options, console, labelled=None)
     run = run_document(scene, folder)
@@ -48,7 +48,7 @@ def score_run(options: Options, folder: runs.RunFolder, console: Console) -> tup
         publish(folder, content)
 
     current().first("writing the run", write)
-    return scene, scores
+    return scores
 
 
 def score_all(scene: Scene, methods: Sequence[str], folder: runs.RunFolder) -> tuple[list[HeadScores], Store]:
@@ -153,8 +153,8 @@ def open_to_prune(config: search.PruneConfig, console: Console) -> search.PruneS
     return replace(scene, known=search.known_orders(scene))
 
 
-def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Console) -> documents.Metrics:
-    """Prune to each budget, measure again, save plans and checkpoints, write the report; returns metrics.json's content.
+def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Console) -> None:
+    """Prune to each budget, measure again, save plans and checkpoints, write the report.
 
     Args:
         folder: Where to write; may be ``config.source``. It changes when all is done; until then results are kept in
@@ -204,7 +204,6 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
         publish(folder, content)
 
     current().first("writing the run", write)
-    return metrics
 
 
 def _metrics(
