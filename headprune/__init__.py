@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # isort: off
-    from headprune.api import prune as prune, repair as repair
+    from headprune.api import prune as prune, repair as repair, search as search
     from headprune.attention import AttentionLayer as AttentionLayer
     from headprune.checkpoint import load as load, save as save
     from headprune.errors import HeadPruneError as HeadPruneError, PruneError as PruneError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # isort: off
     from headprune.pruned import stand_in as stand_in
     from headprune.repairing import Repair as Repair, Trial as Trial
     from headprune.scoring import HeadScores as HeadScores, agreement as agreement, score as score
-    from headprune.searching import search as search
     from headprune.seeing import HeadProfile as HeadProfile
     from headprune.seeing import attention_weights as attention_weights, profile_heads as profile_heads
     from headprune.surgery import Proof as Proof, mask as mask
@@ -48,10 +47,9 @@ _ROOMS = {
     "planning": "plan",
     "repairing": "Repair Trial",
     "scoring": "HeadScores agreement score",
-    "searching": "search",
     "seeing": "HeadProfile attention_weights profile_heads",
     "surgery": "Proof mask",
-    "api": "prune repair",
+    "api": "prune repair search",
     "timing": "Breakdown breakdown",
     "trace": "find_attention",
 }

@@ -19,10 +19,8 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from headprune.errors import HeadPruneError
-from headprune.inputs import ADDED, LABELS, tensors
+from headprune.inputs import ADDED, LABELS, Path, by_path, map_paths, tensors
 
-Path = tuple[str | int, ...]
-"""A tensor's place in a batch: keys and indices, from the outside in."""
 Answers = Callable[[Any], Sequence[Tensor]]
 
 # Arguments of transformers models whose first dimension is always the batch.
@@ -72,11 +70,11 @@ class Rows:
     def take(self, batch: Any, index: Sequence[int]) -> Any:
         """Select examples of a batch, in the order of ``index``; tensors that all examples share stay whole."""
 
-        def some(path: Path, value: Tensor) -> Tensor:
-            dim = self.dim(path) if value.ndim else None
+        def some(path: Path, value: Any) -> Any:
+            dim = self.dim(path) if isinstance(value, Tensor) and value.ndim else None
             return value if dim is None else value.index_select(dim, torch.tensor(list(index), device=value.device))
 
-        return _map(batch, some)
+        return map_paths(batch, some)
 
     def singles(self, batch: Any) -> list[Any]:
         """Split a batch into batches of one example."""
@@ -259,24 +257,6 @@ def _follows(whole: Tensor, again: Tensor, index: Sequence[int], size: int) -> b
     most = 1e-3 if wanted.dtype in (torch.float32, torch.float64) else 5e-2
     scale = float(wanted.nan_to_num(0, 0, 0).abs().max())
     return torch.allclose(wanted, again, rtol=0, atol=most * scale, equal_nan=True)
-
-
-def by_path(batch: Any) -> dict[Path, Tensor]:
-    """Every tensor in a batch, by path."""
-    named: dict[Path, Tensor] = {}
-    _map(batch, named.setdefault)
-    return named
-
-
-def _map(value: Any, change: Callable[[Path, Tensor], Any], path: Path = ()) -> Any:
-    """A batch with ``change(path, tensor)`` in place of every tensor; mappings become dicts, and lists tuples."""
-    if isinstance(value, Tensor):
-        return change(path, value)
-    if isinstance(value, Mapping):
-        return {k: _map(v, change, (*path, k)) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(_map(v, change, (*path, i)) for i, v in enumerate(value))
-    return value
 
 
 def _first(batch: Any) -> Tensor | None:

@@ -271,7 +271,9 @@ def checksum(data: Mapping[str, Any]) -> str:
 
 
 def stored_checksum(path: Path) -> str | None:
-    """The checksum in a document; None if the document is missing, unreadable or has none."""
+    """The checksum in a document, or of all bytes of another file; None if the file is missing, or the document unreadable or without one."""
+    if path.suffix != ".json":
+        return digest(path, 64) if path.is_file() else None
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -17,6 +17,8 @@ LABELS = ("labels", "start_positions", "end_positions")
 ADDED = ("headprune_dense", "headprune_drawn")  # keys that `headprune.divergence` adds to a batch
 
 Example = Mapping[str, Any] | Tensor | tuple[Any, ...] | list[Any]
+Path = tuple[str | int, ...]
+"""A value's place in a nested structure: keys and indices, from the outside in."""
 
 
 def call(model: nn.Module, example: Example, **extra: Any) -> Any:
@@ -109,13 +111,31 @@ def model_device(model: nn.Module) -> torch.device:
     return (execution_device(model) or device) if device.type == "meta" else device
 
 
-def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """``value`` with ``change(leaf)`` in place of every leaf; mappings become dicts, lists and tuples keep their type."""
+def map_paths(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """``value`` with ``change(path, leaf)`` in place of every leaf; mappings become dicts, lists stay lists."""
     if isinstance(value, Mapping):
-        return {k: map_leaves(v, change) for k, v in value.items()}
+        return {k: map_paths(v, change, (*path, k)) for k, v in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(map_leaves(v, change) for v in value)
-    return change(value)
+        parts = [map_paths(v, change, (*path, i)) for i, v in enumerate(value)]
+        return parts if isinstance(value, list) else tuple(parts)
+    return change(path, value)
+
+
+def by_path(value: Any) -> dict[Path, Tensor]:
+    """Every tensor in a nested structure, depth first, by path; caches and other objects are ignored."""
+    leaves: dict[Path, Any] = {}
+    map_paths(value, leaves.setdefault)
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Every tensor in a nested structure, as `by_path`."""
+    return list(by_path(value).values())
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """As `map_paths`, for a ``change`` that does not ask for the path."""
+    return map_paths(value, lambda _, leaf: change(leaf))
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -188,17 +208,6 @@ def check_weights(model: nn.Module) -> None:
             message = f"{name} was made in torch.inference_mode(), and what was cannot be differentiated."
             hint = "Make or load the model outside of it, or pass copy.deepcopy(model), made outside of it."
             raise HeadPruneError(message, hint)
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """Every tensor in a nested structure, depth first; caches and other objects are ignored."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [t for v in value.values() for t in tensors(v)]
-    if isinstance(value, tuple | list):
-        return [t for v in value for t in tensors(v)]
-    return []
 
 
 def variants(example: Example) -> list[Example]:

@@ -261,7 +261,11 @@ def _plain(value: Any, tensors: list[Tensor], where: str | None = None) -> Any:
 
 
 def _restored(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `_plain`: the value that it was given."""
+    """The inverse of `_plain`: the value that it was given.
+
+    Raises:
+        ValueError: A class is none of headprune's dataclasses.
+    """
     if not isinstance(data, list):
         return data
     kind, content = data
@@ -270,16 +274,7 @@ def _restored(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind in ("array", "list", "tuple", "dict"):
         parts = [_restored(part, tensors) for part in content]
         return parts[0].numpy() if kind == "array" else {"list": list, "tuple": tuple, "dict": dict}[kind](parts)
-    return _class_named(kind)(**_restored(content, tensors))
-
-
-def _class_named(path: str) -> Any:
-    """Resolve the name of one of headprune's dataclasses; refuses everything else.
-
-    Raises:
-        ValueError: The name is of no such dataclass.
-    """
-    kind = resolve_name(path) if path.startswith("headprune.") else None
-    if not isinstance(kind, type) or not is_dataclass(kind):
-        raise ValueError(f"{path} holds no values")
-    return kind
+    named = resolve_name(kind) if kind.startswith("headprune.") else None
+    if not isinstance(named, type) or not is_dataclass(named):
+        raise ValueError(f"{kind} holds no values")
+    return named(**_restored(content, tensors))

@@ -136,7 +136,7 @@ def test_what_stopped_a_run_is_said(
     """In the words of README's exit codes."""
 
     stopped = hp.errors.Stopped(status) if status else KeyboardInterrupt
-    monkeypatch.setattr("headprune.app.workflow.pruning.score", Mock(side_effect=stopped))
+    monkeypatch.setattr("headprune.app.workflow.score", Mock(side_effect=stopped))
     assert f"headprune: {says}" in stderr_of("score", bert_folder, "-d", data_folder, code=status or 130)
     assert not list(here.rglob("*"))
 

@@ -212,7 +212,7 @@ def test_finetune_on_data_that_has_changed(pruned: Path, here: Path, stops: None
     ([], ["gradient"]), (["--strategy", "one-shot"], ["ablation", "gradient"]), (["--strategy", "compensated"], []),
     (["-m", "ablation", "-m", "gradient"], ["ablation", "gradient"]),
 ], ids=str)  # fmt: skip
-@patch("headprune.app.workflow.pruning.prune_run", side_effect=hp.HeadPruneError("enough"))
+@patch("headprune.app.workflow.prune_run", side_effect=hp.HeadPruneError("enough"))
 def test_prune_says_what_it_scores_by(
     instead: Mock, options: list[str], methods: list[str], bert_folder: Path, data_folder: Path
 ) -> None:

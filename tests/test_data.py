@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headprune as hp
-from headprune.app.data import DataOptions, load_also, load_parts, load_train
+from headprune.app.data import load_also, load_parts, load_train
 from headprune.app.data.encoder import Classes
 from headprune.app.data.reading import read_splits
 from headprune.app.models import TASKS, LoadedModel, load_model, numbers_given
+from headprune.app.options import DataOptions
 from headprune.inputs import first_rows, scrambled, tensors, variants
 from tests.support.causal import bart, gemma3, own_loss, regression, text_config, tiny, xlnet
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl

@@ -133,7 +133,7 @@ def here(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brief: Non
 QUICK = ["prune", "m", "-d", "d", "-k", "2", "-s", "one-shot", "-m", "weight-norm"]
 
 
-TIMING, SCORING = "headprune.app.workflow.results.time_models", "headprune.app.workflow.pruning.score"
+TIMING, SCORING = "headprune.app.workflow.results.time_models", "headprune.app.workflow.score"
 PICTURES = "headprune.app.pictures.png"
 
 
@@ -232,7 +232,7 @@ SCORE = ["score", "m", "-d", "d", "-m", "weight-norm"]
 
 def test_a_result_is_not_shown_again_for_another_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed just after the end, and typed again after another training: the old scores were shown as if they were new ones."""
-    monkeypatch.setattr("headprune.app.folders.Folder.clear_unfinished", lambda self: None)  # SIGKILL comes before
+    monkeypatch.setattr("headprune.app.runs.Folder.clear_unfinished", lambda self: None)  # SIGKILL comes before
     run(*SCORE)
     again = run(*SCORE)
     assert "reports/m-1" in again.stdout
@@ -258,7 +258,7 @@ def test_who_reads_the_first_line_only_interrupts_nothing(here: Path, monkeypatc
 
 def test_nothing_is_said_to_have_changed_where_nothing_was_finished(here: Path) -> None:
     gradient = [*SCORE[:-1], "gradient"]
-    stopped(*gradient, at="headprune.app.workflow.pruning.write_heads")
+    stopped(*gradient, at="headprune.app.workflow.write_heads")
     parts = [p for p in (here / "reports" / "m-1" / ".unfinished").glob("*-*/*") if p.is_file()]
     assert {p.suffix for p in parts} == {".part"}
     for part in parts:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import headprune as hp
-from headprune.app.folders import Folder, claimed
+from headprune.app.runs import Folder, claimed
 from headprune.budgets import budget_of
 from headprune.budgets.base import Fit
 from headprune.errors import Stopped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from headprune import checkpoint
 from headprune.app import documents, runs
 from headprune.app.data import load_parts, load_train
-from headprune.app.folders import Folder, claimed, key_of
 from headprune.app.models import load_model
 from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.app.report import finetune_card, finetune_report
@@ -22,7 +21,6 @@ from headprune.errors import HeadPruneError
 from headprune.evaluation import compare
 from headprune.files import write_file
 from headprune.fingerprint import config_hash, has_identity, processor_hash
-from headprune.inputs import model_device
 from headprune.parallel import current
 
 DOCUMENT = "finetune.json"
@@ -30,65 +28,48 @@ REPORT = "finetune.md"
 _EXACT = 1e-5  # relative: how much the saved model's answers may differ from the trained one's
 
 
-class TunedFolder(Folder):
+class TunedFolder(runs.Folder):
     """The folder of a fine-tuned model and its documents; a new result replaces everything in it."""
 
     parts = ("*",)
 
 
-@dataclass(frozen=True)
-class FinetuneRun:
-    """The settings of `finetune_run`.
-
-    Attributes:
-        source: A folder that headprune saved.
-        options: The dense model (the teacher) and the data; best in float32, as the stored precision may be too coarse for small steps.
-        output: The folder to write.
-        train_limit: Examples to train on, at most.
-    """
-
-    source: Path
-    options: Options
-    training: FinetuneOptions
-    output: Path
-    train_limit: int | None = None
-    overwrite: bool = False
-    resume: bool = True
-
-
-def finetune_run(config: FinetuneRun, console: Console) -> tuple[Path, documents.FinetuneRecord]:
-    """Train, measure on the reporting part, and write the model with ``finetune.json`` and ``finetune.md``.
-
-    Returns:
-        The folder, which appears complete or not at all, and what is in ``finetune.json``.
+def choose_folder(output: Path, overwrite: bool, key: str) -> TunedFolder:
+    """The folder to write.
 
     Raises:
-        HeadPruneError: No such folder, no dense model, an option out of its range, data that is cut differently than for pruning.
+        HeadPruneError: It exists and is not empty, and may not be overwritten.
     """
-    config.options.check()
-    output, key = config.output, key_of("finetune", replace(config, resume=True))
-
-    def choose() -> TunedFolder:
-        folder = TunedFolder(output)
-        runs.check_free(folder, config.overwrite or folder.left_by == key)
-        if not folder.empty and not (output / DOCUMENT).is_file():
-            raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
-        return folder
-
-    with claimed(choose, key, runs.command_line(), resume=config.resume, say=console.say) as folder:
-        _run(config, folder, console)
-        return output, documents.FinetuneRecord.read(output / DOCUMENT)
+    folder = TunedFolder(output)
+    runs.check_free(folder, overwrite or folder.left_by == key)
+    if not folder.empty and not (output / DOCUMENT).is_file():
+        raise HeadPruneError(f"{output} holds something that finetune did not write.", "Choose another with -o.")
+    return folder
 
 
-def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
-    from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
+def finetune_run(
+    source: Path, options: Options, training: FinetuneOptions, train_limit: int | None, folder: TunedFolder, console: Console
+) -> documents.FinetuneRecord:  # fmt: skip
+    """Train, measure on the reporting part, and write the model with ``finetune.json`` and ``finetune.md``.
 
-    began, source, options = time.monotonic(), config.source, config.options
+    Args:
+        source: A folder that headprune saved.
+        options: The dense model (the teacher) and the data; best in float32, as the stored precision may be too coarse for small steps.
+        train_limit: Examples to train on, at most.
+        folder: Where to write; it changes when all is done.
+
+    Returns:
+        What is in ``finetune.json``.
+
+    Raises:
+        HeadPruneError: No dense model, or data that is cut differently than for pruning.
+    """
+    began = time.monotonic()
     run = run_of(source)
     scene = _open_dense(options, run, console)
     parts, metric, task = scene.parts, scene.metric, scene.loaded.task.name
     pruned = load_model(str(source), replace(options.loading, task=task), with_processor=False).model
-    train, notes = load_train(options.data, scene.loaded, parts, config.train_limit)
+    train, notes = load_train(options.data, scene.loaded, parts, train_limit)
     notes = [*_check_unseen(scene, source, run), *notes]
     half = half_of(pruned.config)
     if half and next(pruned.parameters()).dtype == torch.float32 and holds(pruned, half):
@@ -97,12 +78,8 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
             f"{source} is stored in {name_of(half)}, and so is the fine-tuned model; trained and measured in float32."
         )
     console.say(*notes)
-    announce(console, lambda: cost_of_training(pruned, train, parts.choose, parts.report, config.training.epochs))
-    with console.track("fine-tuning") as progress:
-        tuned, training = finetune(
-            pruned, scene.model, train, parts.choose, config.training, folder.unfinished / "training", metric=scene.measures.own,
-            progress=progress, say=console.say,
-        )  # fmt: skip
+    announce(console, lambda: cost_of_training(pruned, train, parts.choose, parts.report, training.epochs))
+    tuned, trained = scene.finetune(pruned, train, training, folder.unfinished / "training")
     content, origin = folder.unfinished / "content", {"from": str(source)}
     saved = current().first("saving", lambda: scene.save(tuned, content, _EXACT, finetuned=origin))
     models = {"dense": scene.model, "pruned": pruned, "finetuned": scene.load(content)}
@@ -111,12 +88,12 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
         with console.track(f"measuring the {name} model") as progress:
             measured[name] = scene.measures.evaluate(model, parts.report, progress)
     pairs = {"pruned": ("dense", "pruned"), "finetuned": ("dense", "finetuned"), "gain": ("pruned", "finetuned")}
-    asked = {**vars(config.training), "dtype": options.loading.dtype, "train_limit": config.train_limit}
+    asked = {**vars(training), "dtype": options.loading.dtype, "train_limit": train_limit}
     record = documents.FinetuneRecord(
-        command=runs.command_line(), when=runs.now(), environment=runs.environment(str(model_device(pruned))),
+        command=runs.command_line(), when=runs.now(), environment=scene.environment,
         pruned=str(source), teacher=scene.loaded.source, task=task, metric=metric, data=options.data,
         options=documents.TrainingOptions(**asked), parts=documents.Cut.of(parts, train),
-        notes=(*parts.notes, *notes, *filter(None, [saved.note])), seconds=round(time.monotonic() - began, 1), training=training,
+        notes=(*parts.notes, *notes, *filter(None, [saved.note])), seconds=round(time.monotonic() - began, 1), training=trained,
         models={name: documents.Measured.of(each, metric) for name, each in measured.items()},
         changes={name: compare(measured[a], measured[b], metric) for name, (a, b) in pairs.items()},
     )  # fmt: skip
@@ -128,6 +105,7 @@ def _run(config: FinetuneRun, folder: TunedFolder, console: Console) -> None:
         folder.publish(content)
 
     current().first("writing the run", write)
+    return record
 
 
 def run_of(source: Path) -> documents.Run | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headprune.app import harness
 from headprune.app.data import DataParts, Part, load_parts
-from headprune.app.data.parts import content_hash
+from headprune.app.data.encoder import content_hash
 from headprune.app.documents import Cut, Examples, MetricValue, ValueTable
 from headprune.app.finetune_run import run_of
 from headprune.app.measures import Measures

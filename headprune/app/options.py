@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field, StrictBool, StrictInt
 
-from headprune.budgets import MAX_SEED
 from headprune.errors import HeadPruneError, registered
+
+MAX_SEED = 2**31 - 1  # NumPy takes no more than 2**32 - 1, and some draws add to it
 
 _data, _model, _training, _tasks = (
     partial(typer.Option, rich_help_panel=panel)

@@ -1,25 +1,255 @@
-"""The run folder: where a run's documents lie, and which folder a run may write to."""
+"""Folders that one process writes at a time, that change as a whole, and in which an interrupted run can continue; run folders.
+
+Beside its content, a folder holds these, only while they are needed:
+
+    .lock        which process is writing it (`headprune.files`)
+    .unfinished  results of a run that has not ended (`headprune.store`)
+    .ready       the complete new content, while it is moved to its place
+
+A run makes its new content in ``.unfinished`` and publishes it with one rename, to ``.ready``. Before the rename the folder is
+unchanged; after it the new content counts, and if the run is killed while it moves files, the next command moves the rest.
+"""
 
 from __future__ import annotations
 
 import datetime
-import platform
+import os
 import re
 import shlex
+import shutil
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from headprune import __version__
-from headprune.app.documents import Environment, Heads, Metrics, Orders, ReportValues, Run
-from headprune.app.folders import Folder
-from headprune.errors import HeadPruneError, check_link
-from headprune.files import CHECKSUM, digest, stored_checksum
+from headprune import files
+from headprune.app.documents import Heads, Metrics, Orders, ReportValues, Run
+from headprune.errors import HeadPruneError, Stopped, check_link, check_writable
+from headprune.files import BusyError, digest, locked, remove
+from headprune.parallel import current
 from headprune.scoring.scores import HeadScores, load_scores
+from headprune.store import Store
+
+_LOCK, _UNFINISHED, _READY = OWN = (".lock", ".unfinished", ".ready")
+_GONE = ".gone.json"
+_PATIENCE = 20.0  # seconds that a reader waits for a run that is moving its files
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that a command writes to.
+
+    Attributes:
+        parts: Patterns of the names that a new result replaces.
+    """
+
+    path: Path
+    parts: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse links in place of headprune's own files here: the links' targets would be moved or removed.
+
+        Raises:
+            HeadPruneError: There is one.
+        """
+        for path in (self.path / name for name in OWN):
+            if os.path.islink(path):  # False in an unreadable folder, which `locked` reports
+                hint = "Remove the link, or use another folder."
+                raise HeadPruneError(f"{path} is a link, which headprune never makes there.", hint)
+
+    @property
+    def unfinished(self) -> Path:
+        """The folder with an unfinished run's results."""
+        return self.path / _UNFINISHED
+
+    def store(self, say: Callable[[str], None] = lambda text: None) -> Store:
+        """The store of an unfinished run's results."""
+        return Store(self.unfinished, say)
+
+    @property
+    def left_by(self) -> str | None:
+        """The key (`key_of`) of the command that was interrupted here; None if there is none."""
+        key: str | None = self.store().known("key")
+        return key
+
+    @property
+    def empty(self) -> bool:
+        """Whether the folder has no content, apart from headprune's lock and unfinished work."""
+        path = self.path
+        return not path.exists() or (path.is_dir() and all(entry.name in OWN for entry in path.iterdir()))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether another process is writing to the folder."""
+        return files.is_taken(self.path / _LOCK)
+
+    def clear_unfinished(self) -> None:
+        """Remove the unfinished work of an interrupted run."""
+        shutil.rmtree(self.unfinished, ignore_errors=True)
+
+    @contextmanager
+    def locked(self, command: str) -> Iterator[None]:
+        """Lock the folder for this process while the context lasts.
+
+        Raises:
+            BusyError: Another process is writing to it.
+        """
+        check_writable(self.path)
+        with locked(self.path / _LOCK, f"The folder {self.path}", command):
+            yield
+
+    def check_idle(self) -> None:
+        """Refuse to replace a subfolder that another process is writing to, as its work would be removed.
+
+        Raises:
+            BusyError: There is one.
+        """
+        for path in sorted(self._replaced()):
+            if path.is_dir() and Folder(path).in_use:
+                hint = "Wait for it and run the same command again, or choose another folder with -o."
+                raise BusyError(f"{path}, which a new result would remove, is in use by another process.", hint)
+
+    def _replaced(self) -> set[Path]:
+        """The paths that a new result replaces or removes."""
+        return {path for pattern in self.parts for path in self.path.glob(pattern) if path.name not in OWN}
+
+    def publish(self, content: Path) -> None:
+        """Replace the folder's content by that of another folder.
+
+        Args:
+            content: The other folder: complete, and in `unfinished`, so that one rename commits it.
+
+        Raises:
+            BusyError: Another process is writing to a subfolder that would be removed; nothing has changed then.
+        """
+        self.check_idle()
+        for path in (*content.glob(".*"), *content.rglob(".*.tmp")):  # half-written by a killed run
+            remove(path)
+        gone = {path.name for path in self._replaced()} - {path.name for path in content.iterdir()}
+        files.write_json(content / _GONE, "publication", {"gone": sorted(gone)})
+        os.replace(content, self.path / _READY)
+        self.settle()
+
+    def settle(self) -> None:
+        """Finish a publication that has begun, also one of a killed run; or wait for a run that is publishing now.
+
+        After an interruption, calling it again moves the rest to its place.
+
+        Raises:
+            BusyError: Waiting takes too long.
+            HeadPruneError: The list of removed files is damaged, or not headprune's.
+        """
+        lock, ready = self.path / _LOCK, self.path / _READY
+        if not ready.exists():
+            return
+        with nullcontext() if files.is_held(lock) else locked(lock, f"The folder {self.path}", "reading", _PATIENCE):
+            journal = ready / _GONE
+            if journal.exists():
+                gone = files.read_json(journal, "publication").get("gone")
+                for entry in list(self.path.iterdir()):  # never a path elsewhere, whatever the journal says
+                    if isinstance(gone, list) and entry.name in gone and entry.name not in OWN:
+                        remove(entry)
+                # Folders first: when a report or a document appears, all that it names is there.
+                for entry in sorted(ready.iterdir(), key=lambda p: (p.is_file(), p.name)):
+                    if entry != journal:
+                        target = self.path / entry.name
+                        if entry.is_dir() or target.is_dir():
+                            remove(target)
+                        os.replace(entry, target)
+                journal.unlink()
+            with suppress(FileNotFoundError):
+                ready.rmdir()
+
+
+T = TypeVar("T")
+AnyFolder = TypeVar("AnyFolder", bound=Folder)
+
+
+def key_of(*options: Any) -> str:
+    """A hash of a command's options; commands with the same key continue each other's work.
+
+    Args:
+        options: Plain values, and dataclasses of them.
+    """
+    return digest(repr(options))
+
+
+@contextmanager
+def claimed(
+    choose: Callable[[], AnyFolder], key: str, command: str, *, resume: bool = True, say: Callable[[str], None]
+) -> Iterator[AnyFolder]:
+    """A folder to write to, locked while the context lasts; with several ranks, the first one holds the lock.
+
+    Afterwards unfinished work is removed, and so is an empty folder. After an interruption unfinished work stays, so that the
+    same command can continue; after an error it stays for any command, since this command may be the mistake.
+
+    Args:
+        choose: Gives the folder; called again once it is locked, since another process may have been faster.
+        key: See `key_of`.
+        command: The command as it was typed.
+        resume: Whether unfinished work is used.
+
+    Raises:
+        BusyError: Another process is writing to the folder.
+        HeadPruneError: The ranks were given different options.
+    """
+    ranks = current()
+    ranks.agree("options", lambda: key)  # different learning rates, say, would not be noticed later
+    with ExitStack() as lock:
+        folder = ranks.first("claiming", partial(_choose_and_lock, choose, command, lock))
+        keep = False
+        try:
+            ranks.first("beginning", partial(_begin, folder, key, command, resume, say))
+            yield folder
+            ranks.gather("through", None)
+        except BaseException as error:
+            keep = any(path.is_file() for path in folder.unfinished.glob("*/**/*"))  # not the notes at its top
+            if ranks.main and isinstance(error, HeadPruneError):
+                folder.store().forget("key")  # nothing is written: the disk may be full
+            if isinstance(error, KeyboardInterrupt):
+                kept = f"What was finished is kept in {folder.unfinished}: the same command continues there."
+                raise Stopped(getattr(error, "status", 130), kept if keep else "Nothing was written.") from error
+            raise
+        finally:
+            if ranks.main and not keep:
+                folder.clear_unfinished()
+
+
+def _choose_and_lock(choose: Callable[[], AnyFolder], command: str, lock: ExitStack) -> AnyFolder:
+    """Choose a folder, and lock it until ``lock`` is closed."""
+    while True:
+        folder = choose()
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(folder.locked(command))
+                folder.settle()
+            except BusyError:
+                if choose() == folder:
+                    raise
+                continue  # another process took it meanwhile: choose another
+            if choose() == folder:
+                folder.check_idle()  # now, not only when the long work is done
+                lock.push(stack.pop_all())
+                return folder
+
+
+def _begin(folder: Folder, key: str, command: str, resume: bool, say: Callable[[str], None]) -> None:
+    """Note which command the unfinished work belongs to."""
+    if not resume:
+        folder.clear_unfinished()
+    store = folder.store()
+    if folder.left_by not in (None, key):
+        use = "what fits is used, the rest is removed when this is done"
+        say(f"{folder.path} holds unfinished work of `{store.known('command')}`: {use}.")
+    store.keep("command", command)
+    store.keep("key", key)
+
+
+# -- run folders -------------------------------------------------------------------------------------------
 
 REPORTS = Path("reports")
 # A run's files, all replaced by a new run.
@@ -27,9 +257,6 @@ PARTS = (
     "scores.json", "run.json", "metrics.json", "heads.json", "orders.json", "report.npz", "plan*.json", "pruned-*", "report.md", "report.html",
     "importance.png", "tradeoff.png", "heads.png",
 )  # fmt: skip
-
-
-T = TypeVar("T")
 
 
 def _file(name: str) -> Any:
@@ -81,11 +308,7 @@ class RunFolder(Folder):
         return self._read(self.heads_path, Heads.read) if self.heads_path.exists() else None
 
     def read_values(self) -> ReportValues | None:
-        """What each model did on each reported example; None in older folders.
-
-        Raises:
-            HeadPruneError: The file is damaged, or of another run.
-        """
+        """What each model did on each reported example; None in older folders."""
         return self._read(self.values_path, ReportValues.read) if self.values_path.exists() else None
 
     def _read(self, path: Path, read: Callable[[Path], T]) -> T:
@@ -95,33 +318,26 @@ class RunFolder(Folder):
             HeadPruneError: The document's checksum is not the one in run.json.
         """
         self.settle()
-        stored, known = _stamp(path), None
+        stored, known = files.stored_checksum(path), None
         with suppress(HeadPruneError):  # reported where run.json is read
             known = Run.read(self.run_path).checksums.get(path.name)
         if stored is not None and known is not None and stored != known:
-            hint = f'Copy the whole folder again, or make the run again. If it is meant, delete its line "{CHECKSUM}".'
+            hint = f'Copy the whole folder again, or make the run again. If it is meant, delete its line "{files.CHECKSUM}".'
             raise HeadPruneError(f"{path} is another run's: {self.run_path} was not written with it.", hint)
         return read(path)
 
     def write_run(self, run: Run) -> None:
         """Write run.json, after the documents beside it, which it names by their checksums."""
         documents = (self.scores_path, self.metrics_path, self.heads_path, self.orders_path, self.values_path)
-        stamps = {path.name: _stamp(path) for path in documents}
+        stamps = {path.name: files.stored_checksum(path) for path in documents}
         replace(run, checksums={name: stamp for name, stamp in stamps.items() if stamp}).write(self.run_path)
 
 
-def _stamp(path: Path) -> str | None:
-    """A file's checksum: that in a document, or of all bytes; None if the file is missing."""
-    if path.suffix == ".json":
-        return stored_checksum(path)
-    return digest(path, 64) if path.is_file() else None
-
-
-def choose_folder(output: Path | None, model: str, overwrite: bool, key: str = "") -> RunFolder:
+def choose_folder(output: Path | None, model: str, overwrite: bool, key: str) -> RunFolder:
     """The folder a new run writes to: the one asked for, or the next free ``reports/<model>-<n>``.
 
     Args:
-        key: The command's key (`headprune.app.folders.key_of`): it continues in a folder where it was interrupted.
+        key: The command's key (`key_of`): it continues in a folder where it was interrupted.
 
     Raises:
         HeadPruneError: The folder exists and is not empty, and may not be overwritten.
@@ -168,24 +384,6 @@ def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | 
         if Path(scored).exists() and Path(model).exists() and Path(scored).samefile(model):
             return folder
     return None
-
-
-def environment(device: str) -> Environment:
-    """Versions and hardware, for the report."""
-    import torch
-    import transformers
-
-    name = platform.processor() or platform.machine()
-    if device.startswith("cuda"):
-        name = torch.cuda.get_device_name(torch.device(device))
-    elif Path("/proc/cpuinfo").is_file():
-        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        name = match.group(1).strip() if match else name
-    return Environment(
-        headprune=__version__, python=platform.python_version(), torch=torch.__version__,
-        transformers=transformers.__version__, system=platform.system(), device=device, device_name=name,
-        threads=torch.get_num_threads(),
-    )  # fmt: skip
 
 
 def now() -> str:

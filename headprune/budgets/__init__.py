@@ -15,11 +15,9 @@ import typer
 from headprune.budgets.base import BUDGETS, Budget, Fit, Reading, Subject, budget_of, kind_named
 from headprune.errors import import_files
 
-__all__ = ["BUDGETS", "MAX_SEED", "Budget", "Fit", "Reading", "SearchOptions", "Subject", "budget_of", "kind_named"]
+__all__ = ["BUDGETS", "Budget", "Fit", "Reading", "SearchOptions", "Subject", "budget_of", "kind_named"]
 
 import_files(__name__, __path__)  # the kinds
-
-MAX_SEED = 2**31 - 1  # NumPy takes no more than 2**32 - 1, and some draws add to it
 
 _planning = partial(typer.Option, rich_help_panel="Planning")
 

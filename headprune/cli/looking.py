@@ -12,8 +12,7 @@ import typer
 
 from headprune.app.options import DataOptions, Device, LoadOptions, Options
 from headprune.cli import tables
-from headprune.cli.app import command
-from headprune.cli.options import Console, Model, Overwrite, Seed, Typed, numbers_in, output_option
+from headprune.cli.app import Console, Model, Overwrite, Seed, Typed, command, numbers_in, output_option
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
@@ -218,13 +217,12 @@ def demo(
     """Train a small ViT on scikit-learn's digits (once), score it, prune it, and write reports/demo/."""
     from headprune.app import demo as room
     from headprune.app import runs
-    from headprune.app.folders import Folder, claimed, key_of
-    from headprune.app.workflow.pruning import prune_run
+    from headprune.app.workflow import prune_run
     from headprune.app.workflow.search import PruneConfig
     from headprune.budgets import SearchOptions, budget_of
     from headprune.scoring import DEFAULT_METHODS
 
-    key = key_of("demo", output, device, overwrite)
+    key = runs.key_of("demo", output, device, overwrite)
     folder = runs.RunFolder(output or room.REPORT)
     if room.was_run(folder) and not overwrite:
         console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
@@ -232,9 +230,9 @@ def demo(
         return
     # reports/demo belongs to the demo, so it may be replaced.
     choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
-    with claimed(choose, key, runs.command_line(), say=console.say) as folder:
+    with runs.claimed(choose, key, runs.command_line(), say=console.say) as folder:
         with (
-            Folder(room.HOME).locked(runs.command_line()),
+            runs.Folder(room.HOME).locked(runs.command_line()),
             console.track("training a ViT on digits, once, for about half a minute") as progress,
         ):
             model, data, accuracy = room.prepare(room.HOME, progress)

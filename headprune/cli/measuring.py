@@ -11,8 +11,7 @@ import typer
 
 from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
 from headprune.cli import tables
-from headprune.cli.app import command
-from headprune.cli.options import Console, Seed
+from headprune.cli.app import Console, Seed, command
 
 if TYPE_CHECKING:
     from headprune.app.comparison import RunComparison

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
-from headprune.budgets import SearchOptions
+from headprune.app.options import DataOptions, LoadOptions, MetricOptions, Options, TaskOptions
+from headprune.budgets import BUDGETS, Budget, SearchOptions
 from headprune.cli import tables
-from headprune.cli.app import command
-from headprune.cli.options import Budgets, Console, Distil, Model, Seed, Typed, Writing, known_methods, options_of
+from headprune.cli.app import Console, Distil, Model, NoResume, Overwrite, Seed, Typed, command, output_option, over
 from headprune.errors import HeadPruneError, ScoresError
 
 if TYPE_CHECKING:
     from headprune.app.runs import RunFolder
     from headprune.app.workflow.search import PruneConfig
     from headprune.plans import PruningPlan
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Where a run writes, and how it treats what it finds there."""
+
+    output: Annotated[Path | None, output_option(help="Run folder [reports/MODEL-1, or the next free number].")] = None
+    overwrite: Overwrite = False
+    no_resume: NoResume = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Load and check everything, then stop; write nothing. prune also searches for the plan and prints it, unless its strategy "
+            "needs scores that are not there yet.",
+        ),
+    ] = False
 
 
 @command(
@@ -42,11 +59,10 @@ def score(
 ) -> None:
     """Score the importance of every head, by ablation and by gradient."""
     from headprune.app import runs
-    from headprune.app.folders import claimed, key_of
-    from headprune.app.workflow import cost, pruning, scene
+    from headprune.app.workflow import cost, scene, score_run
     from headprune.scoring import DEFAULT_METHODS
 
-    key = key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
+    key = runs.key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
     methods = known_methods(method or DEFAULT_METHODS)
     options = options_of(None, model, data, loading, typed, seed=seed, distil=distil, methods=methods)
     choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
@@ -56,13 +72,53 @@ def score(
         doing = f"score by {', '.join(methods)} and write {path}"
         tables.print_dry_run(console, opened, methods, path, doing, cost.cost_of_scores(opened).line)
         return
-    with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
-        _, scores = pruning.score_run(options, folder, console)
+    with runs.claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
+        scores = score_run(options, folder, console)
     # The work is done, so a closed pipe (`| head`) does not interrupt it.
     tables.print_scores(console, scores)
     console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
     console.result(f"Next:   headprune prune --keep 50% -o {folder.path}")
     console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})
+
+
+_budget = partial(typer.Option, rich_help_panel="Budget (one kind per run; repeatable, for nested plans)")
+
+
+_options = {name: _budget(kind.flag, *filter(None, [kind.short]), help=kind.help) for name, kind in BUDGETS.items()}
+_fields = [(name.replace("-", "_"), Annotated[tuple[str, ...], option], ()) for name, option in _options.items()]
+_BudgetTexts: Any = make_dataclass("_BudgetTexts", _fields, frozen=True)
+
+
+@dataclass(frozen=True)
+class Budgets(_BudgetTexts):  # type: ignore[misc]
+    """How many heads stay: budgets of one kind, each with its option, or a plan."""
+
+    plan: Annotated[Path | None, _budget(help="A plan's file, such as a plan.json edited by hand.")] = None
+
+    @property
+    def texts(self) -> dict[str, tuple[str, ...]]:
+        """What was typed, by kind of budget."""
+        return {name: texts for name in BUDGETS if (texts := getattr(self, name.replace("-", "_")))}
+
+    def parse(self) -> tuple[Budget, ...]:
+        """The budgets, of one kind; none where a plan was given.
+
+        Raises:
+            HeadPruneError: Neither was given, or two kinds of them.
+        """
+        flags = [BUDGETS[kind].flag for kind in self.texts] + (["--plan"] if self.plan else [])
+        if not flags:
+            hint = "Say it with --keep, for instance --keep 50%, or with another budget (headprune prune --help)."
+            raise HeadPruneError("How many heads to keep?", hint)
+        if len(flags) > 1:
+            hint = "Give one of them."
+            if (drop := BUDGETS["drop"].flag) in flags:
+                hint += f" {drop} keeps the fewest heads that it allows: what that run reports of speed and size is the most that this loss can buy."
+            raise HeadPruneError(f"{' and '.join(flags)} are different kinds of budget.", hint)
+        budgets = tuple(BUDGETS[kind].parse(text) for kind, texts in self.texts.items() for text in texts)
+        for budget in budgets:
+            budget.check()
+        return budgets
 
 
 _repair = partial(typer.Option, rich_help_panel="Repair")
@@ -120,7 +176,7 @@ def prune(
     seed: Seed = 0,
 ) -> None:
     """Remove the least important heads, measure accuracy and latency again, save the model and the report."""
-    from headprune.app.folders import key_of
+    from headprune.app.runs import key_of
     from headprune.app.workflow.search import PruneConfig
     from headprune.planning import check_strategy
     from headprune.planning.strategies import effort_named
@@ -141,22 +197,22 @@ def prune(
 
     def configure(source: RunFolder | None) -> PruneConfig:
         """The command's settings, with the scores of a run or with new ones."""
-        extra: dict[str, Any] = {"seed": seed, "measuring": measuring, **({"distil": True} if distil else {})}
-        extra |= {} if source else {"keep": next(iter(budgets.texts.get("keep", [])), None)}
-        options = options_of(source, model, replace(data, also=more.also), loading, typed, **extra)
+        keep = next(iter(budgets.texts.get("keep", [])), None)
+        own: dict[str, Any] = {"seed": seed, "measuring": measuring, "distil": distil, "keep": keep}
+        options = options_of(source, model, replace(data, also=more.also), loading, typed, **own)
         return PruneConfig(
             options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), more.finetune, methods, source,
             writing.no_resume, more.export, tasks,
         )  # fmt: skip
 
     try:
-        folder = _run(configure(source), writing, distil, key, console)
+        folder = _run(configure(source), writing, key, console)
     except ScoresError as error:
         if source is None or more.scores is not None or model is None or not data.dataset:
             raise
         # Without these scores, the command line still says all that is needed.
         console.say(f"The scores in {source.path} are left aside. {error.args[0]}")
-        folder = _run(configure(None), writing, distil, key, console)
+        folder = _run(configure(None), writing, key, console)
     if folder is not None:
         tables.print_pruned(console, folder)
 
@@ -203,14 +259,13 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
     return newest
 
 
-def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console: Console) -> RunFolder | None:
+def _run(config: PruneConfig, writing: Writing, key: str, console: Console) -> RunFolder | None:
     """Prune, or with ``--dry-run`` print what would be done; the folder that was written, or None."""
+    from headprune.api import methods_for
     from headprune.app import runs
-    from headprune.app.folders import claimed
-    from headprune.app.workflow.pruning import prune_run
-    from headprune.searching import methods_for
+    from headprune.app.workflow import prune_run
 
-    _refuse_unused(config, distil)
+    _refuse_unused(config)
     if config.source is None and config.uses_scores and not config.methods:
         config = replace(config, methods=methods_for(config.search.strategy))
         if config.methods:
@@ -219,18 +274,18 @@ def _run(config: PruneConfig, writing: Writing, distil: bool, key: str, console:
     if writing.dry_run:
         _dry_run(config, choose(), console)
         return None
-    with claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
+    with runs.claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
         prune_run(config, folder, console)
     return folder
 
 
-def _refuse_unused(config: PruneConfig, distil: bool) -> None:
+def _refuse_unused(config: PruneConfig) -> None:
     """Refuse options for scoring where nothing will be scored: to ignore them would mislead.
 
     Raises:
         HeadPruneError: Such an option was given.
     """
-    flags = [*(["--distil"] if distil else []), *(f"--method {method}" for method in config.methods)]
+    flags = [*(["--distil"] if config.options.distil else []), *(f"--method {method}" for method in config.methods)]
     if flags and not config.uses_scores:
         why = "a plan says which heads go" if config.plan else f"--strategy {config.search.strategy} takes no scores"
         raise HeadPruneError(f"{flags[0]} has no use here: {why}.", f"Leave out {flags[0]}.")
@@ -260,15 +315,55 @@ def _prune_folder(source: RunFolder | None, output: Path | None, model: str, ove
 
 def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
     """Print what would be done; nothing is written."""
-    from headprune.app.workflow.cost import cost_of_pruning
-    from headprune.app.workflow.pruning import open_to_prune, plan_run
+    from headprune.app.workflow import cost, open_to_prune, plan_run
 
     if config.source is None and config.needs_scores:
-        scene = open_to_prune(config, [], console)
-        doing, cost = f"score, then prune and write {folder.path}", cost_of_pruning(scene, config)
-        tables.print_dry_run(console, scene, config.methods, folder.path, doing, cost.line)
+        scene = open_to_prune(config, console)
+        doing = f"score, then prune and write {folder.path}"
+        tables.print_dry_run(console, scene, config.methods, folder.path, doing, cost.cost_of_pruning(scene).line)
         return
-    scores, result = plan_run(config, console)
-    tables.print_plans(console, result.fits, scores)
+    scene, result = plan_run(config, console)
+    tables.print_plans(console, result.fits, scene.scores)
     console.document({"folder": str(folder.path), "plans": [fit.plan.to_json() for fit in result.fits]})
     console.result(f"Would prune and write {folder.path}. Nothing was written.")
+
+
+# -- options of a run --------------------------------------------------------------------------------------
+
+
+def options_of(
+    source: RunFolder | None, model: str | None, data: DataOptions, loading: LoadOptions, typed: Typed, **more: Any
+) -> Options:
+    """A run's options: as they were typed; else those of the run that has the scores; else the defaults.
+
+    Args:
+        more: Further fields of `Options`; a seed that was not typed is left out.
+
+    Raises:
+        HeadPruneError: No dataset; an invalid value.
+    """
+    own = {name: value for name, value in more.items() if name != "seed" or "seed" in typed}
+    if "seed" in own:
+        data = replace(data, seed=own["seed"])
+    base = Options("", DataOptions()) if source is None else source.read_run().options
+    data, loading = over(base.data, data, typed), over(base.loading, loading, typed)
+    if "measuring" in own:
+        own["measuring"] = over(base.measuring, own["measuring"], typed)
+    options = replace(base, model=model or base.model, data=data, loading=loading, **own)
+    options.check()
+    return options
+
+
+def known_methods(texts: Sequence[str]) -> tuple[str, ...]:
+    """The scoring methods that were typed, with their settings, each once.
+
+    Raises:
+        HeadPruneError: There is no such method or setting, or a method is given twice.
+    """
+    from headprune.scoring.base import method_and_settings
+
+    methods = {text: method_and_settings(text)[0] for text in texts}
+    names = list(methods.values())
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise HeadPruneError(f"--method {twice[0]} is there twice, with different settings.", "Give it once.")
+    return tuple(methods)

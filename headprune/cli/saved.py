@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +11,7 @@ import typer
 
 from headprune.app.options import DataOptions, Device, FinetuneOptions, LoadOptions, Mixture, Options, TaskName, Trust
 from headprune.cli import tables
-from headprune.cli.app import command
-from headprune.cli.options import Console, Model, NoResume, Overwrite, Saved, Typed, output_option, over
+from headprune.cli.app import Console, Model, NoResume, Overwrite, Saved, Typed, command, output_option, over
 from headprune.errors import HeadPruneError
 
 
@@ -40,6 +40,7 @@ def finetune(
 ) -> None:
     """Train a pruned model, with distillation from the dense one, and measure all three."""
     from headprune.app import finetune_run as room
+    from headprune.app import runs
     from headprune.app.options import check_values
     from headprune.app.report import finetune_table
     from headprune.app.sources import pruned_in
@@ -50,12 +51,14 @@ def finetune(
     loading = LoadOptions(task, device, dtype, trust_remote_code)
     options = _finetune_options(source, data, loading, teacher, typed)
     output = output or source.with_name(f"{source.name}-finetuned")
-    config = room.FinetuneRun(source, options, training, output, train_limit, overwrite, not no_resume)
-    folder, record = room.finetune_run(config, console)
+    key = runs.key_of("finetune", source, options, training, output, train_limit, overwrite)
+    choose = partial(room.choose_folder, output, overwrite, key)
+    with runs.claimed(choose, key, runs.command_line(), resume=not no_resume, say=console.say) as folder:
+        record = room.finetune_run(source, options, training, train_limit, folder, console)
     tables.print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
-    console.result(f"Training: {record.changes['gain'].verdict}.\n\nReport: {folder / room.REPORT}\nModel:  {folder}")
-    tables.print_loading(console, folder)
-    console.document({"folder": str(folder), **record.to_json()})
+    console.result(f"Training: {record.changes['gain'].verdict}.\n\nReport: {output / room.REPORT}\nModel:  {output}")
+    tables.print_loading(console, output)
+    console.document({"folder": str(output), **record.to_json()})
 
 
 def _finetune_options(
@@ -81,7 +84,9 @@ def _finetune_options(
         model = before.model  # with its revision
     device = before.loading.device if loading.device == "auto" else loading.device
     # A typed seed is for the training, not for the data.
-    return Options(model, over(before.data, data, typed - {"seed"}), replace(loading, task=task, device=device))
+    options = Options(model, over(before.data, data, typed - {"seed"}), replace(loading, task=task, device=device))
+    options.check()
+    return options
 
 
 @command("`headprune report reports/digits`")

@@ -197,17 +197,13 @@ class Signals:
 
         def resend(event: sys.UnraisableHookArgs) -> None:
             # Python drops exceptions that are raised in a destructor or a weak reference's callback.
-            if isinstance(event.exc_value, Stopped):
-                threading.Timer(_AGAIN, self._again).start()
+            if isinstance(event.exc_value, Stopped) and self.got is not None:
+                self._obeyed = float("-inf")
+                threading.Timer(_AGAIN, os.kill, (os.getpid(), self.got)).start()
             else:
                 usual(event)
 
         sys.unraisablehook = resend
-
-    def _again(self) -> None:
-        assert self.got is not None
-        self._obeyed = float("-inf")
-        os.kill(os.getpid(), self.got)
 
     def _stop(self, number: int, _: Any) -> None:
         now = time.monotonic()

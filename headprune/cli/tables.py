@@ -53,7 +53,7 @@ def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> 
     console.show(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
 
 
-def print_plans(console: Console, fits: Sequence[Fit], scores: list[HeadScores]) -> None:
+def print_plans(console: Console, fits: Sequence[Fit], scores: Sequence[HeadScores]) -> None:
     """Print plans with their notes, each note once."""
     printed: set[str] = set()
     for fit in fits:

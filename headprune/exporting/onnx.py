@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from headprune import __version__
-from headprune.batches import by_path
 from headprune.checkpoint import difference
 from headprune.errors import HeadPruneError, first_line
 from headprune.exporting.engines import Session
 from headprune.exporting.formats import Exported, exporter
 from headprune.input_specs import build, of_config, recorded
-from headprune.inputs import LABELS, Example, call, is_encoder_decoder, map_tensors, tensors, unlabelled, writes
+from headprune.inputs import LABELS, Example, by_path, call, is_encoder_decoder, map_tensors, unlabelled, writes
 from headprune.running import attributes_kept, uncached, uncompiled
 
 BATCH, LENGTH = "batch", "length"
@@ -193,7 +192,8 @@ def graphs(function: FlatModel) -> Iterator[Graph]:
     Raises:
         HeadPruneError: `torch.export` fails on the model even with all sizes fixed.
     """
-    example, auto = tensors(function.example), torch.export.Dim.AUTO  # torch.export fixes sizes that the model fixes
+    # torch.export fixes sizes that the model fixes.
+    example, auto = list(by_path(function.example).values()), torch.export.Dim.AUTO
     lengths = tuple(t.ndim if t.ndim < 4 else 1 for t in example)
     choices = dict.fromkeys((lengths, tuple(min(t.ndim, 1) for t in example), (0,) * len(example)))
     failed: list[Exception] = []
@@ -299,7 +299,7 @@ def _examples(model: nn.Module, processor: Any) -> Iterator[Example]:
 
 def _two_rows(example: Any) -> Any:
     """An example with its single row doubled, since torch.export treats a size of 1 as fixed."""
-    alone = all(len(t) == 1 for t in tensors(example) if t.ndim)
+    alone = all(len(t) == 1 for t in by_path(example).values() if t.ndim)
     return map_tensors(example, lambda t: torch.cat([t, t.roll(1, -1)]) if t.ndim else t) if alone else example
 
 
@@ -313,7 +313,7 @@ def _outputs(output: Any) -> list[tuple[str, Tensor]]:
 
 
 def _leaves(value: Any, name: str) -> list[tuple[str, Tensor]]:
-    """(name, tensor) for all tensors in a value, in the order of `headprune.inputs.tensors`; those in a mapping have their keys' names."""
+    """(name, tensor) for all tensors in a value, in the order of `headprune.inputs.by_path`; those in a mapping have their keys' names."""
     first = () if isinstance(value, Mapping) else (name,)
     return [("_".join(map(str, (*first, *path))), t) for path, t in by_path(value).items()]
 

@@ -183,8 +183,7 @@ def load() -> None:
     import transformers as tf
 
     from headprune import latency, timing
-    from headprune.app import finetune, finetune_run, report  # noqa: F401
-    from headprune.app.workflow import pruning  # noqa: F401
+    from headprune.app import finetune, finetune_run, report, workflow  # noqa: F401
 
     torch.set_num_threads(1)
     for name in ("AutoTokenizer", "BertForSequenceClassification", "TrainingArguments"):

@@ -16,7 +16,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
-from headprune.app.folders import Folder, claimed
+from headprune.app.runs import Folder, claimed
 from headprune.errors import HeadPruneError
 from headprune.parallel import Ranks, current, launcher_ranks
 from headprune.scoring import Settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from headprune.app.models import LoadedModel, positions_of
 from headprune.app.options import DataOptions
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
+from headprune.files import digest
 from headprune.inputs import unlabelled
 
 Row = Mapping[str, Any]
@@ -198,6 +200,38 @@ class Encoder:
         if len(coded["input_ids"]) >= most and len(encode(truncation=False)["input_ids"]) > len(coded["input_ids"]):
             self.cut = True
         return coded
+
+
+# -- features ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OnDemand(Sequence[dict[str, Any]]):
+    """Features that are encoded each time they are read: images and sounds of a whole split may not fit in memory.
+
+    Attributes:
+        encode: Features of a row by its number.
+        hashes: A hash of the features of each row.
+    """
+
+    encode: Callable[[int], Any]
+    rows: list[int]
+    hashes: list[str]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.encode(self.rows[index])
+
+
+def content_hash(value: Any) -> str:
+    """A hash of plain values and tensors; equal values have equal hashes."""
+
+    def plain(x: Any) -> Any:
+        return digest([x.numpy().tobytes()], 64) if isinstance(x, Tensor) else str(x)
+
+    return digest(json.dumps(value, default=plain, sort_keys=True))
 
 
 # -- classes --------------------------------------------------------------------------------------------

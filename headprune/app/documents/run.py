@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from headprune.app.data.parts import DataParts, Part, content_hash
+from headprune.app.data import DataParts, Part
+from headprune.app.data.encoder import content_hash
 from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.attention import AttentionLayer
 from headprune.documents import Count, File

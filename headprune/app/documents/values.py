@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headprune.app.data.parts import Part
+from headprune.app.data import Part
 from headprune.app.documents.run import Examples
 from headprune.documents import Count
 from headprune.errors import HeadPruneError, first_line

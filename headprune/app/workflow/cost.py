@@ -16,13 +16,13 @@ from headprune import latency, plan_search
 from headprune.amounts import duration
 from headprune.app.data import Part
 from headprune.app.workflow.scene import Console, Scene, inputs
-from headprune.app.workflow.search import RANDOM_DRAWS, PruneConfig, trials_of
+from headprune.app.workflow.search import RANDOM_DRAWS, PruneScene
 from headprune.batches import cost_of
 from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.parallel import current
 from headprune.running import config_kept, evaluating, quiet
-from headprune.scoring import METHODS, HeadScores, method_and_settings
+from headprune.scoring import METHODS, method_and_settings
 
 _REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's, taken once
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
@@ -71,21 +71,15 @@ def cost_of_scores(scene: Scene) -> Cost:
     return Cost(passes, seconds + _REPORT, len(scene.parts.score))
 
 
-def cost_of_pruning(
-    scene: Scene, config: PruneConfig, scores: Sequence[HeadScores] = (), *, planned: bool = False
-) -> Cost:
-    """The cost of `prune_run`.
-
-    Args:
-        scores: The scores that exist already.
-        planned: Whether the orders of removal exist already, too.
-    """
-    batches, parts = list(scene.parts.score.batches()), scene.parts
+def cost_of_pruning(scene: PruneScene) -> Cost:
+    """The cost of `prune_run`."""
+    config, parts, trials, methods = scene.config, scene.parts, scene.trials, scene.config.methods_to_score
+    batches = list(parts.score.batches())
     forward, back = _pace(scene.model, batches)
-    trials, methods = trials_of(scene, config), config.methods_to_score
     choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
-    orders, plans = 0 if config.plan else 2 + len(methods or scores), max(1, len(config.search.budgets))
-    planning = 0.0 if config.plan or planned else plan_search.passes_of(config.search, scores, trials)
+    orders, plans = 0 if config.plan else 2 + len(methods or scene.scores), max(1, len(config.search.budgets))
+    planned = config.plan is not None or scene.known is not None
+    planning = 0.0 if planned else plan_search.passes_of(config.search, scene.scores, trials)
     scoring = sum(_passes(method, scene, len(batches)) for method in methods)
     points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * (plans + 1)
     passes = scoring + planning + points * choose + report * (1 + _MEASURED * plans)

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,111 +19,61 @@ from headprune.amounts import head_count
 from headprune.app import documents, harness
 from headprune.app.data import Part, load_train
 from headprune.app.options import FinetuneOptions
-from headprune.app.runs import RunFolder
 from headprune.app.sources import widen
 from headprune.app.workflow.scene import Console, Saved, Scene, budget_input, inputs
-from headprune.app.workflow.search import PruneConfig
+from headprune.app.workflow.search import PruneScene
+from headprune.arguments import Plan
 from headprune.attention import AttentionLayer, Heads
 from headprune.budgets import Fit
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare
 from headprune.exporting import Exported, export, format_named, is_exported, time_onnx
-from headprune.gates import mask
 from headprune.inputs import LABELS, writes
 from headprune.metrics import LOSSES, TEXTS, Answers, metric_named
 from headprune.offload import copied
 from headprune.parallel import current
-from headprune.plan_search import Trials
 from headprune.planning import Order
 from headprune.plans import PruningPlan
 from headprune.pruned import add_record
 from headprune.repairing import Repair
 from headprune.running import tracked
-from headprune.store import Store, digest
+from headprune.store import digest
 from headprune.surgery import prune
 from headprune.timing import breakdown
-
-
-@dataclass(frozen=True)
-class PruneContext:
-    """What a run's plans need to be carried out.
-
-    Attributes:
-        trials: The dense model, and how plans are masked and repaired.
-        store: Keeps results.
-        content: Where the run's new files go.
-        environment: The machine that times are measured on; stored times of another one are not used.
-    """
-
-    config: PruneConfig
-    scene: Scene
-    trials: Trials
-    store: Store
-    content: RunFolder
-    console: Console
-    environment: documents.Environment
-
-    def measure(
-        self, name: str, what: nn.Module | Heads, also: Part | None = None, repaired: bool = False
-    ) -> Measurement:
-        """Evaluate a model, or the dense one with heads masked, on the reporting part or on a second dataset.
-
-        Args:
-            name: The result's name in the store.
-            repaired: Whether the kept heads are refitted layer by layer, as for the random control: a whole repair of each
-                draw would take long.
-        """
-        part = also or self.scene.parts.report
-
-        def make() -> Measurement:
-            with self.console.track(f"measuring: {name}") as progress:
-                if isinstance(what, nn.Module):
-                    return self.scene.measures.evaluate(what, part, progress)
-                model = self.scene.model
-                with (
-                    self.trials.repaired(what) if repaired else nullcontext(),
-                    mask(model, what, layers=self.scene.layers),
-                ):
-                    return self.scene.measures.evaluate(model, part, progress)
-
-        # The second datasets are not in the key of the run's store.
-        return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash}", make)
-
 
 CarriedOut = tuple[documents.BudgetResult, nn.Module]
 """A plan's result for the report, and its pruned model."""
 
 
-def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> CarriedOut:
+def carry_out(fit: Fit, controls: Sequence[Order], scene: PruneScene) -> CarriedOut:
     """Carry out a plan; its result for the report, and its pruned model, loaded from the folder that it was saved to.
 
     Args:
         controls: Orders of heads drawn at random.
     """
-    scene, plan, metric, asked = context.scene, fit.plan, context.scene.metric, fit.plan.asked
-    path = context.content.checkpoint_path(asked)
-    repair, trained, proof, saved, size = context.store.get(
-        f"model {asked}", partial(_build_pruned, context, plan, path)
-    )
+    plan, metric, asked = fit.plan, scene.metric, fit.plan.asked
+    path = scene.content.checkpoint_path(asked)
+    build = partial(_build_pruned, scene, plan, path)
+    repair, trained, proof, saved, size = scene.store.get(f"model {asked}", build)
     try:
         model = scene.load(path)  # the report is about the model that a user will load, not the one in memory
     except HeadPruneError:  # a folder of an interrupted run may be damaged
-        context.store.forget(f"model {asked}")
-        return carry_out(fit, controls, context)
+        scene.store.forget(f"model {asked}")
+        return carry_out(fit, controls, scene)
     if saved.note:
-        context.console.say(saved.note)
-    dense, pruned = context.measure("dense", scene.model), context.measure(f"pruned {asked}", model)
+        scene.console.say(saved.note)
+    dense, pruned = scene.measure("dense", scene.model), scene.measure(f"pruned {asked}", model)
     drawn = [order.plan(plan.kept).drop for order in controls]
-    random = [context.measure(f"random {asked} {i}", drop, repaired=True) for i, drop in enumerate(drawn)]
+    random = [scene.measure(f"random {asked} {i}", drop, repaired=True) for i, drop in enumerate(drawn)]
     # Random heads get layer-by-layer repair only.
     further = repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
     like_random = pruned
     if trained or further:
-        like_random = context.measure(f"like control {asked}", plan.drop, repaired=True)
+        like_random = scene.measure(f"like control {asked}", plan.drop, repaired=True)
     repaired = None
     if repair is not None:
-        unrepaired = context.measure(f"unrepaired {asked}", plan.drop)
+        unrepaired = scene.measure(f"unrepaired {asked}", plan.drop)
         without, alone = (documents.Measured.of(each, metric) for each in (unrepaired, like_random))
         gain, layers_alone = compare(unrepaired, pruned, metric), alone if further else None
         repaired = documents.Repaired(**vars(repair), without=without, layers_alone=layers_alone, gain=gain)
@@ -139,7 +89,7 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
         changes=tuple(compare(dense, pruned, name) for name in scene.measures.further[1:]), answers=_changed_answers(scene, dense, pruned),
         random=tuple(measurement.metrics[metric] for measurement in random),
         over_random=compare(mean_of(random), like_random, metric),
-        also=tuple(_measure_also(context, plan, model, part) for part in scene.parts.also),
+        also=tuple(_measure_also(scene, plan, model, part) for part in scene.parts.also),
         repair=repaired, finetune=trained, proof=proof, parameters=latency.parameters(model),
         flops=latency.flops(model, scene.typical_input()), checkpoint=path.name, size=size, weights=saved.weights,
         dtype=saved.dtype, loads=checkpoint.load_call(path).code(),
@@ -147,13 +97,13 @@ def carry_out(fit: Fit, controls: Sequence[Order], context: PruneContext) -> Car
     return result, model
 
 
-def _measure_also(context: PruneContext, plan: PruningPlan, model: nn.Module, part: Part) -> documents.AlsoMeasured:
+def _measure_also(scene: PruneScene, plan: PruningPlan, model: nn.Module, part: Part) -> documents.AlsoMeasured:
     """Measure a pruned model on a second dataset."""
-    metric, gain = context.scene.metric, None
-    dense = context.measure("dense", context.scene.model, part)
-    pruned = context.measure(f"pruned {plan.asked}", model, part)
-    if context.config.search.repair or context.config.finetune:
-        gain = compare(context.measure(f"unrepaired {plan.asked}", plan.drop, part), pruned, metric)
+    metric, gain = scene.metric, None
+    dense = scene.measure("dense", scene.model, part)
+    pruned = scene.measure(f"pruned {plan.asked}", model, part)
+    if scene.config.search.repair or scene.config.finetune:
+        gain = compare(scene.measure(f"unrepaired {plan.asked}", plan.drop, part), pruned, metric)
     measured, change = documents.Measured.of(pruned, metric), compare(dense, pruned, metric)
     return documents.AlsoMeasured(pruned=measured, change=change, gain=gain)
 
@@ -181,22 +131,21 @@ def _changed_answers(scene: Scene, dense: Measurement, pruned: Measurement) -> t
     return tuple(sorted(changed, key=lambda each: -abs(each.after - each.before))[:_SHOWN])
 
 
-def run_tasks(context: PruneContext, pruned_models: Sequence[CarriedOut]) -> list[documents.ValueTable]:
+def run_tasks(scene: PruneScene, pruned_models: Sequence[CarriedOut]) -> list[documents.ValueTable]:
     """The metrics of the dense and every pruned model on each task of lm-evaluation-harness; one process runs them."""
-    options, loaded, tasks, results = context.config.tasks, context.scene.loaded, context.scene.tasks, []
+    options, tasks, results = scene.config.tasks, scene.tasks, []
     if not tasks:
         return []
     facts = digest(options.task_limit, *harness.facts_of(tasks))
 
     def run(name: str, model: nn.Module) -> harness.TaskResults:
-        with context.console.track(f"{', '.join(options.names)}: {name}") as progress:
-            size = context.scene.options.data.batch_size
-            return harness.run_tasks(replace(loaded, model=model), tasks, options.task_limit, size, progress)
+        with scene.console.track(f"{', '.join(options.names)}: {name}") as progress:
+            size = scene.options.data.batch_size
+            return harness.run_tasks(replace(scene.loaded, model=model), tasks, options.task_limit, size, progress)
 
-    largest = sorted(pruned_models, key=lambda pair: -pair[0].kept)
-    for name, model in [("dense", context.scene.model), *((result.name, model) for result, model in largest)]:
+    for name, model in [("dense", scene.model), *((result.name, model) for result, model in pruned_models)]:
         make = partial(current().first, "tasks", partial(run, name, model))
-        results.append((name, context.store.get(f"tasks {name} {facts}", make)))
+        results.append((name, scene.store.get(f"tasks {name} {facts}", make)))
     return harness.tables_of(results)
 
 
@@ -235,38 +184,31 @@ def guessing(scene: Scene) -> float | None:
 
 
 def _build_pruned(
-    context: PruneContext, plan: PruningPlan, path: Path
+    scene: PruneScene, plan: PruningPlan, path: Path
 ) -> tuple[Repair | None, documents.Trained | None, documents.Proved, Saved, int]:
     """Repair, prune, train and save: the result of each, and the folder's bytes before figures are added to its card."""
-    scene, trials, console, trained = context.scene, context.trials, context.console, None
-    progress = console.track(f"repairing {head_count(plan.kept)}") if trials.repair else nullcontext()
+    trials, trained = scene.trials, None
+    progress = scene.console.track(f"repairing {head_count(plan.kept)}") if trials.repair else nullcontext()
     with progress, trials.repaired(plan.drop, whole=True) as repair:
         model = copied(scene.model, trials.changed_modules)
     if repair is not None:
         add_record(model, {"repaired": True})
     # The plan was made for the dense model's weights; some of them are repaired now.
     proof = prune(model, plan.drop, scene.example, layers=scene.layers)
-    if context.config.finetune:
-        model, trained = _train(context, model, plan.asked)
+    if scene.config.finetune:
+        model, trained = _train(scene, model, plan.asked)
     saved = current().first(f"saving {plan.asked}", lambda: scene.save(model, path, proof.tolerance))
     proved = documents.Proved(**asdict(proof), reload_difference=saved.difference)
     return repair, trained, proved, saved, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _train(context: PruneContext, pruned: nn.Module, asked: int) -> tuple[nn.Module, documents.Trained]:
+def _train(scene: PruneScene, pruned: nn.Module, asked: int) -> tuple[nn.Module, documents.Trained]:
     """The fine-tuned model, and its record for the report."""
-    from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
-
-    scene, console = context.scene, context.console
     before = documents.Measured.of(scene.measures.evaluate(pruned, scene.parts.report), scene.metric)
     train, notes = load_train(scene.options.data, scene.loaded, scene.parts)
-    console.say(*notes)
-    options = FinetuneOptions(epochs=context.config.finetune, seed=scene.options.seed)
-    with console.track("fine-tuning") as progress:
-        model, training = finetune(
-            pruned, scene.model, train, scene.parts.choose, options, context.content.path.parent / f"finetune-{asked}",
-            metric=scene.measures.own, progress=progress, say=console.say,
-        )  # fmt: skip
+    scene.console.say(*notes)
+    options = FinetuneOptions(epochs=scene.config.finetune, seed=scene.options.seed)
+    model, training = scene.finetune(pruned, train, options, scene.content.path.parent / f"finetune-{asked}")
     return model, documents.Trained(**vars(training), options=options, before=before)
 
 
@@ -282,7 +224,7 @@ _TRIES = 3
 _BOUND_LIMIT = 2_000_000_000  # parameters; above this a third copy of the model is too much to ask
 
 
-def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) -> documents.Latencies:
+def time_models(scene: Scene, models: dict[str, nn.Module]) -> documents.Latencies:
     """Latencies of the dense and every pruned model, with the bound: the model without (nearly) all heads."""
     bound, ghosts = None, 0
     if latency.parameters(scene.model) < _BOUND_LIMIT:
@@ -292,15 +234,15 @@ def time_models(scene: Scene, models: dict[str, nn.Module], console: Console) ->
             bound = NO_HEADS
             models = {**models, bound: empty}
         except HeadPruneError as error:
-            console.say(f"The bound could not be timed: {error.args[0]}")
-    with console.track("timing") as progress:
+            scene.console.say(f"The bound could not be timed: {error.args[0]}")
+    with scene.console.track("timing") as progress:
         rows = latency.bench(models, inputs(scene), progress=progress)
     typical = latency.example_shape(scene.typical_input())[1]
     return documents.Latencies(rows=tuple(rows), bound=bound, bound_ghosts=ghosts, typical_length=typical)
 
 
 def time_parts(
-    model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Heads],
+    model: nn.Module, layers: Sequence[AttentionLayer], shapes: Shapes, plans: Mapping[str, Plan],
     timed: Sequence[latency.LatencyRow], console: Console,
 ) -> tuple[documents.TimeParts, ...]:  # fmt: skip
     """Where the time of the dense model's passes goes, and the largest possible speed-up of each plan.
@@ -343,58 +285,55 @@ def _all_prunable_heads(layers: Sequence[AttentionLayer]) -> Heads:
     return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
 
 
-def export_models(context: PruneContext, results: Sequence[documents.BudgetResult]) -> list[documents.ExportedModel]:
-    """Export every pruned model in every format, beside the checkpoints. A format that cannot express one stops no run."""
-    models, store = [], context.store
-    for name in dict.fromkeys(context.config.exports):
-        for result in results:
-            file = context.content.path / f"{result.checkpoint}{format_named(name).suffix}"
-            if not file.exists():  # a publication moved it
-                store.forget(f"export {file.name}")
-            model = store.get(f"export {file.name}", partial(_export_or_explain, context, name, result, file))
-            for line in model.notes if model.file else (model.summary, *model.notes):
-                context.console.say(f"{file.name}: {line}")
-            models.append(model)
-    return models
-
-
-def time_exports(context: PruneContext, models: Sequence[documents.ExportedModel]) -> list[documents.EngineLatency]:
-    """Times of each format's models and the dense one, on the run's timed inputs, if its engine can be timed here."""
-    rows = []
-    for name in dict.fromkeys(model.format for model in models):
-        files = {m.name: context.content.path / m.file for m in models if m.format == name and m.file}
+def export_models(
+    scene: PruneScene, results: Sequence[documents.BudgetResult]
+) -> tuple[list[documents.ExportedModel], list[documents.EngineLatency]]:
+    """Every pruned model in every format, beside the checkpoints; times of those whose engine can be timed here, and of the dense one."""
+    every, rows = [], []
+    for name in dict.fromkeys(scene.config.exports):
+        models = [_exported(scene, name, result) for result in results]
+        files = {model.name: scene.content.path / model.file for model in models if model.file}
         if files and all(map(is_exported, files.values())):
-            make = partial(_time_format, context, name, files)
-            rows.append(context.store.get(f"latency {name} {context.environment}", make))
-    return rows
+            make = partial(_time_format, scene, name, files)
+            rows.append(scene.store.get(f"latency {name} {scene.environment}", make))
+        every += models
+    return every, rows
 
 
-def _export_or_explain(
-    context: PruneContext, name: str, result: documents.BudgetResult, file: Path
-) -> documents.ExportedModel:
+def _exported(scene: PruneScene, name: str, result: documents.BudgetResult) -> documents.ExportedModel:
+    """A pruned model in a format, or why there is none: that stops no run."""
     facts: dict[str, Any] = {"format": name, "name": result.name, "checkpoint": result.checkpoint}
-    trusted = context.scene.options.loading.trust_remote_code
-    try:
-        with context.console.track(f"writing {file.name}"):
-            model = checkpoint.load(context.content.path / result.checkpoint, trust_remote_code=trusted)
-            done = _export(context, model, name, file)
-    except HeadPruneError as error:
-        return documents.ExportedModel(**facts, file=None, proved=False, summary=str(error.args[0]))
-    return documents.ExportedModel(
-        **facts, file=file.name, proved=done.proved, summary=done.summary, notes=tuple(done.notes)
-    )
+    file = scene.content.path / f"{result.checkpoint}{format_named(name).suffix}"
+
+    def make() -> documents.ExportedModel:
+        trusted = scene.options.loading.trust_remote_code
+        try:
+            with scene.console.track(f"writing {file.name}"):
+                pruned = checkpoint.load(scene.content.path / result.checkpoint, trust_remote_code=trusted)
+                done = _export(scene, pruned, name, file)
+        except HeadPruneError as error:
+            return documents.ExportedModel(**facts, file=None, proved=False, summary=str(error.args[0]))
+        notes = tuple(done.notes)
+        return documents.ExportedModel(**facts, file=file.name, proved=done.proved, summary=done.summary, notes=notes)
+
+    if not file.exists():  # a publication moved it
+        scene.store.forget(f"export {file.name}")
+    model = scene.store.get(f"export {file.name}", make)
+    for line in model.notes if model.file else (model.summary, *model.notes):
+        scene.console.say(f"{file.name}: {line}")
+    return model
 
 
-def _time_format(context: PruneContext, name: str, files: dict[str, Path]) -> documents.EngineLatency:
+def _time_format(scene: PruneScene, name: str, files: dict[str, Path]) -> documents.EngineLatency:
     """Times of files of one format in its engine, beside the dense model, which is exported only for this."""
-    dense = context.content.path.parent / f"dense{format_named(name).suffix}"
-    with context.console.track(f"timing {name}"):
-        _export(context, copy.deepcopy(context.scene.model).to("cpu"), name, dense)
-        rows = [time_onnx({"dense": dense, **files}, example) for _, _, example in inputs(context.scene)]
+    dense = scene.content.path.parent / f"dense{format_named(name).suffix}"
+    with scene.console.track(f"timing {name}"):
+        _export(scene, copy.deepcopy(scene.model).to("cpu"), name, dense)
+        rows = [time_onnx({"dense": dense, **files}, example) for _, _, example in inputs(scene)]
     return documents.EngineLatency(format=name, rows=tuple(rows))
 
 
-def _export(context: PruneContext, model: nn.Module, name: str, file: Path) -> Exported:
+def _export(scene: PruneScene, model: nn.Module, name: str, file: Path) -> Exported:
     """Export a model in float32."""
     widen(model)
-    return export(model, file, name, processor=context.scene.loaded.processor, overwrite=True)
+    return export(model, file, name, processor=scene.loaded.processor, overwrite=True)

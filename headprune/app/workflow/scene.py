@@ -7,20 +7,23 @@ one. The saved folder is what is measured, its weights widened to float32 again,
 
 from __future__ import annotations
 
+import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
-from headprune import checkpoint, latency
-from headprune.app.data import DataOptions, DataParts, load_parts
-from headprune.app.documents import Cut, Examples
+from headprune import __version__, checkpoint, latency
+from headprune.app.data import DataParts, Part, load_parts
+from headprune.app.documents import Cut, Environment, Examples, Training
 from headprune.app.measures import Measures
 from headprune.app.models import LoadedModel, load_model, positions_of
-from headprune.app.options import Options
+from headprune.app.options import DataOptions, FinetuneOptions, Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import name_of, narrow, placed, placing_of, stored_size, widen
 from headprune.attention import AttentionLayer
@@ -62,14 +65,16 @@ class Scene:
     """A loaded model with its data and its layers.
 
     Attributes:
-        tasks: Tasks of lm-evaluation-harness to measure models on (`headprune.app.harness.load_tasks`).
+        console: Where messages go.
+        environment: The machine that times are measured on; stored times of another one are not used.
     """
 
     options: Options
     loaded: LoadedModel
     parts: DataParts
     layers: list[AttentionLayer]
-    tasks: Sequence[Any] = ()
+    console: Console
+    environment: Environment
 
     @property
     def model(self) -> nn.Module:
@@ -99,6 +104,18 @@ class Scene:
         example = unlabelled(example) if length else without_labels(self.model, example)
         return shaped(example, batch, length)
 
+    def finetune(
+        self, pruned: nn.Module, train: Part, options: FinetuneOptions, work: Path
+    ) -> tuple[nn.Module, Training]:
+        """A pruned model trained on a part, with the dense one as its teacher, and how; ``work`` is for checkpoints."""
+        from headprune.app.finetune import finetune  # imports Trainer, which takes seconds
+
+        with self.console.track("fine-tuning") as progress:
+            return finetune(
+                pruned, self.model, train, self.parts.choose, options, work, metric=self.measures.own, progress=progress,
+                say=self.console.say,
+            )  # fmt: skip
+
     def save(self, model: nn.Module, path: Path, tolerance: float, **about: Any) -> Saved:
         """Save a pruned model in the precision of the dense checkpoint, and check that the folder gives the same outputs.
 
@@ -109,44 +126,45 @@ class Scene:
         Raises:
             PruneError: The outputs differ more.
         """
-        half, note = self.loaded.stored, ""
-        if half is not None:
-            given = move(self.example, model_device(self.model))  # pixels and sounds are taken in half precision, too
-            given = {k: v.to(half) if torch.is_floating_point(v) else v for k, v in given.items()}
-            try:
-                narrowed = copied(model)
-                narrow(narrowed, half)
-                with torch.inference_mode():
-                    outputs = answers(call(narrowed, given))
-                if not all(bool(t.isfinite().all()) for t in outputs):
-                    raise HeadPruneError("its answers are not finite")
-                return self._save(narrowed, path, tolerance, about, half, given)
-            except Exception as error:
-                narrowed = None  # frees its memory for saving in float32
-                if is_out_of_memory(error) or isinstance(error, OSError):
-                    raise
-                problem = f"in {name_of(half)}, as it was stored, the model does not work here ({first_line(error)})"
-                note = f"Saved in float32: {problem}."
-        return replace(self._save(model, path, tolerance, about, next(model.parameters()).dtype), note=note)
+        half = self.loaded.stored
+        if half is None:
+            return self._save(model, path, tolerance, about)
+        try:
+            return self._save(model, path, tolerance, about, half)
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, OSError):
+                raise
+            why = first_line(error)
+        note = f"Saved in float32: in {name_of(half)}, as it was stored, the model does not work here ({why})."
+        return replace(self._save(model, path, tolerance, about), note=note)
 
     def _save(
-        self, model: nn.Module, path: Path, tolerance: float, about: dict[str, Any], dtype: torch.dtype, given: Any = None
-    ) -> Saved:  # fmt: skip
-        """Save a model in its precision; ``given`` is an example for one in half precision, which is widened afterwards."""
-        weights, task, source = stored_size(model), self.loaded.task.name, self.loaded.source
-        about = {"task": task, "from": source, **about}
+        self, model: nn.Module, path: Path, tolerance: float, about: dict[str, Any], half: torch.dtype | None = None
+    ) -> Saved:
+        """Save a model as it is, or in half precision."""
+        example, given = move(self.example, model_device(model)), None
+        if half is not None:
+            model = copied(model)
+            narrow(model, half)
+            # Pixels and sounds are taken in half precision, too.
+            given = {k: v.to(half) if torch.is_floating_point(v) else v for k, v in example.items()}
+            with torch.inference_mode():
+                outputs = answers(call(model, given))
+            if not all(bool(t.isfinite().all()) for t in outputs):
+                raise HeadPruneError("its answers are not finite")
+        dtype, weights = name_of(half or next(model.parameters()).dtype), stored_size(model)
+        about = {"task": self.loaded.task.name, "from": self.loaded.source, **about}
         checkpoint.save(model, path, processor=self.loaded.processor, overwrite=True, example=given, about=about)
         reloaded = self.load(path)
-        if given is not None:
+        if half is not None:
             widen(model)
-        example = move(self.example, model_device(model))
         with torch.inference_mode():
             pairs = zip(answers(call(model, example)), answers(call(reloaded, example)), strict=True)
             difference = max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
         if not difference <= tolerance:
             hint = "Please report this."
             raise PruneError(f"The saved model answers differently after loading (by {difference:.2g}).", hint)
-        return Saved(name_of(dtype), difference, weights)
+        return Saved(dtype, difference, weights)
 
     def load(self, path: Path) -> nn.Module:
         """Load a saved model, to measure it."""
@@ -185,7 +203,26 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
     console.say(*parts.notes)
     current().agree("a model", lambda: fingerprint(loaded.model))
     current().agree("examples", lambda: [part.content_hash for part in (parts.score, parts.choose, parts.report)])
-    return Scene(options, loaded, parts, find_attention(loaded.model, next(parts.score.batches(2))))
+    environment = current().first("environment", lambda: _environment(loaded.model))
+    return Scene(
+        options, loaded, parts, find_attention(loaded.model, next(parts.score.batches(2))), console, environment
+    )
+
+
+def _environment(model: nn.Module) -> Environment:
+    """Versions and hardware, for the report."""
+    device = str(model_device(model))
+    name = platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(torch.device(device))
+    elif Path("/proc/cpuinfo").is_file():
+        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        name = match.group(1).strip() if match else name
+    return Environment(
+        headprune=__version__, python=platform.python_version(), torch=torch.__version__,
+        transformers=transformers.__version__, system=platform.system(), device=device, device_name=name,
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
 
 
 def inputs(scene: Scene) -> list[tuple[int, int, dict[str, Any]]]:

@@ -1,28 +1,35 @@
-"""Finds the plans that `headprune prune` carries out: its settings, checks before the long work, and the search."""
+"""What `headprune prune` works on: its settings and its scene; checks before the long work, and the search for plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
+
+from torch import nn
 
 from headprune import plan_search
+from headprune.api import candidates, may_add_biases
+from headprune.app.data import Part
 from headprune.app.documents import Orders, Planning, Point
 from headprune.app.options import Options, TaskOptions
 from headprune.app.runs import RunFolder
-from headprune.app.workflow.scene import Console, Scene, budget_input
+from headprune.app.workflow.scene import Scene, budget_input
+from headprune.attention import Heads
 from headprune.budgets import Budget, Fit, SearchOptions, Subject
 from headprune.errors import HeadPruneError, ScoresError
-from headprune.evaluation import interval, measurable
+from headprune.evaluation import Measurement, interval, measurable
 from headprune.fingerprint import fingerprint, versions
+from headprune.gates import mask
 from headprune.inputs import model_device
-from headprune.plan_search import Trials
+from headprune.plan_search import SearchResult, Trials
 from headprune.planning import AUTO, Order, Search, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
 from headprune.running import tracked
 from headprune.scoring import HeadScores, score
-from headprune.searching import candidates, may_add_biases
 from headprune.store import Store, digest
 
 
@@ -84,12 +91,7 @@ class PruneConfig:
             raise ScoresError(f"{self.source.scores_path} holds no scores by {missing[0]}.", hint)
         return scores
 
-    def candidates(self, scores: Sequence[HeadScores]) -> list[HeadScores]:
-        """The scores to plan by: those of ``source`` that were asked for, or all; and random only if there is nothing else."""
-        all_of_them = self.source is None or not self.methods
-        return candidates([s for s in scores if all_of_them or s.method in self.methods])
-
-    def planning(self, result: plan_search.SearchResult) -> Planning:
+    def planning(self, result: SearchResult) -> Planning:
         """How the plans were made, for the report."""
         if self.plan is not None:
             return Planning(plan=self.plan_file)
@@ -114,26 +116,101 @@ class PruneConfig:
             )
 
 
-def check_search(config: PruneConfig, scene: Scene) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PruneScene(Scene):
+    """A scene to prune in.
+
+    Attributes:
+        tasks: Tasks of lm-evaluation-harness to measure models on (`headprune.app.harness.load_tasks`).
+        scores: All scores that there are.
+        known: The orders of an earlier search, which are not made again.
+        store: Keeps results.
+    """
+
+    config: PruneConfig
+    tasks: Sequence[Any] = ()
+    scores: Sequence[HeadScores] = ()
+    known: Orders | None = None
+    store: Store = field(default_factory=Store)
+
+    @property
+    def candidates(self) -> list[HeadScores]:
+        """The scores to plan by: those of ``config.source`` that were asked for, or all; and random only if there is nothing else."""
+        asked = self.config.methods if self.config.source is not None else ()
+        return candidates([s for s in self.scores if not asked or s.method in asked])
+
+    @property
+    def counts(self) -> list[int | None]:
+        """The number of heads that each budget keeps, if that is known before the search."""
+        total = sum(layer.num_heads for layer in self.maskable)
+        return [budget.heads(total) for budget in self.config.search.budgets]
+
+    @property
+    def content(self) -> RunFolder:
+        """Where the run's new files go."""
+        assert self.store.folder is not None
+        return RunFolder(self.store.folder / "content")
+
+    @cached_property
+    def trials(self) -> Trials:
+        """The `Trials` of plans on the choosing part."""
+        search = self.config.search
+        trials = Trials(
+            self.model, self.layers, list(self.parts.score.batches()), list(self.parts.choose.batches()), repair=search.repair,
+            biases=may_add_biases(search.strategy, self.model, self.layers), metric=self.measures.for_plans, store=self.store,
+        )  # fmt: skip
+        orders = self.known.orders if self.known else {}
+        for name in orders:
+            trials.store.get(f"order {name}", partial(orders.__getitem__, name))
+        return trials
+
+    def input_for(self, budget: Budget) -> dict[str, Any]:
+        """What a budget is measured on."""
+        return budget_input(self) if budget.timed else self.typical_input()
+
+    def measure(
+        self, name: str, what: nn.Module | Heads, also: Part | None = None, repaired: bool = False
+    ) -> Measurement:
+        """Evaluate a model, or the dense one with heads masked, on the reporting part or on a second dataset.
+
+        Args:
+            name: The result's name in the store.
+            repaired: Whether the kept heads are refitted layer by layer, as for the random control: a whole repair of each
+                draw would take long.
+        """
+        part = also or self.parts.report
+
+        def make() -> Measurement:
+            with self.console.track(f"measuring: {name}") as progress:
+                if isinstance(what, nn.Module):
+                    return self.measures.evaluate(what, part, progress)
+                repair = self.trials.repaired(what) if repaired else nullcontext()
+                with repair, mask(self.model, what, layers=self.layers):
+                    return self.measures.evaluate(self.model, part, progress)
+
+        # The second datasets are not in the key of the run's store.
+        return self.store.get(name if also is None else f"{name} on {also.name} {also.content_hash}", make)
+
+
+def check_search(scene: PruneScene) -> None:
     """Refuse a search or plan that removes no head or names unknown heads, and a metric that cannot be measured.
 
     Raises:
         HeadPruneError: No head would be removed, a layer or head does not exist, or the metric cannot be measured.
     """
-    if config.plan is not None:
-        config.plan.on(scene.layers)
-        if not any(config.plan.drop.values()):
+    plan, metric = scene.config.plan, scene.metric
+    if plan is not None:
+        plan.on(scene.layers)
+        if not any(plan.drop.values()):
             hint = 'Name some in its `drop`, such as {"L0": [3]}.'
-            raise HeadPruneError(f"The plan {config.plan_file} drops no head.", hint)
+            raise HeadPruneError(f"The plan {scene.config.plan_file} drops no head.", hint)
     else:
-        plan_search.constraints_of(config.search, scene.maskable)
-        for budget in config.search.budgets:
-            if budget.by_metric and scene.metric != scene.measures.for_plans:
-                message = (
-                    f"{budget.flag} measures every plan that is tried, and {scene.metric} would be generated each time."
-                )
-                raise HeadPruneError(message, f"Give --keep, or leave out --metric {scene.metric}.")
-            budget.check_dense(subject_for(budget, scene))
+        plan_search.constraints_of(scene.config.search, scene.maskable)
+        for budget in scene.config.search.budgets:
+            if budget.by_metric and metric != scene.measures.for_plans:
+                message = f"{budget.flag} measures every plan that is tried, and {metric} would be generated each time."
+                raise HeadPruneError(message, f"Give --keep, or leave out --metric {metric}.")
+            budget.check_dense(Subject(scene.model, scene.layers, scene.example, scene.input_for(budget)))
     scene.measures.texts(scene.parts.report)
     metric = scene.measures.own
     if metric in measurable(scene.model, scene.parts.report.batches(), scene.measures.further):
@@ -150,113 +227,92 @@ def check_search(config: PruneConfig, scene: Scene) -> None:
 RANDOM_DRAWS = 3
 
 
-def trials_of(scene: Scene, config: PruneConfig, store: Store | None = None, known: Orders | None = None) -> Trials:
-    """The `Trials` of plans on the scene's choosing part; ``known`` orders are not made again."""
-    biases = may_add_biases(config.search.strategy, scene.model, scene.layers)
-    trials = Trials(
-        scene.model, scene.layers, list(scene.parts.score.batches()), list(scene.parts.choose.batches()),
-        repair=config.search.repair, biases=biases, metric=scene.measures.for_plans, store=store or Store(),
-    )  # fmt: skip
-    orders = known.orders if known else {}
-    for name in orders:
-        trials.store.get(f"order {name}", partial(orders.__getitem__, name))
-    return trials
-
-
-def search_or_plan(
-    scene: Scene, config: PruneConfig, scores: Sequence[HeadScores], trials: Trials, console: Console
-) -> plan_search.SearchResult:
-    """For every budget a plan that meets it; or the user's plan.
+def search_or_plan(scene: PruneScene) -> SearchResult:
+    """For every budget a plan that meets it; or the user's plan. If budgets are timed, a search on another machine is a new one.
 
     Raises:
         HeadPruneError: A budget that no order can meet; a plan that does not fit the model.
     """
-    if config.plan is None:
-        return plan_search.find_plans(
-            config.search, scores, trials, lambda budget: subject_for(budget, scene, trials), console
-        )
-    config.plan.check_model(scene.model)
-    return plan_search.SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
+    config, trials = scene.config, scene.trials
+    if config.plan is not None:
+        config.plan.check_model(scene.model)
+        return SearchResult((Fit(replace(config.plan.on(scene.maskable), budget=f"plan {config.plan_file}")),))
+
+    def subject_for(budget: Budget) -> Subject:
+        return trials.subject(scene.example, scene.input_for(budget))
+
+    def find() -> SearchResult:
+        result = plan_search.find_plans(config.search, scene.candidates, trials, subject_for, scene.console)
+        fits = {fit.plan.asked: fit for fit in result.fits}  # "50%" and "36" may be the same
+        return replace(result, fits=tuple(fits.values()))
+
+    timed = any(budget.timed for budget in config.search.budgets)
+    return scene.store.get(f"search {scene.environment}" if timed else "search", find)
 
 
-def known_orders(config: PruneConfig, scene: Scene, scores: Sequence[HeadScores], console: Console) -> Orders | None:
+def known_orders(scene: PruneScene) -> Orders | None:
     """The orders of the run that the scores are from, if a search for these budgets would make the like; else None."""
-    source = config.source
-    if source is None or config.plan is not None or config.anew:
+    source = scene.config.source
+    if source is None or scene.config.plan is not None or scene.config.anew:
         return None
-    known, counts = source.read_orders(), _counts(config, scene)
-    if known is None or known.made_from != _made_from(config, scene, config.candidates(scores)):
+    known = source.read_orders()
+    if known is None or known.made_from != _made_from(scene):
         return None
-    if not all(count is not None and count >= known.fewest for count in counts):
+    if not all(count is not None and count >= known.fewest for count in scene.counts):
         return None
-    console.say(f"Heads go in the orders that were made for {source.path} (--no-resume searches anew).")
+    scene.console.say(f"Heads go in the orders that were made for {source.path} (--no-resume searches anew).")
     return known
 
 
-def orders_document(
-    config: PruneConfig, scene: Scene, scores: Sequence[HeadScores], result: plan_search.SearchResult
-) -> Orders:
+def orders_document(scene: PruneScene, result: SearchResult) -> Orders:
     """The orders of a search, for later budgets."""
     total = sum(layer.num_heads for layer in scene.maskable)
-    levels = plan_search.levels_of(total, [count for count in _counts(config, scene) if count is not None])
-    return Orders(made_from=_made_from(config, scene, scores), fewest=min(levels), orders=dict(result.orders))
+    levels = plan_search.levels_of(total, [count for count in scene.counts if count is not None])
+    return Orders(made_from=_made_from(scene), fewest=min(levels), orders=dict(result.orders))
 
 
-def _counts(config: PruneConfig, scene: Scene) -> list[int | None]:
-    total = sum(layer.num_heads for layer in scene.maskable)
-    return [budget.heads(total) for budget in config.search.budgets]
-
-
-def _made_from(config: PruneConfig, scene: Scene, scores: Sequence[HeadScores]) -> str:
+def _made_from(scene: PruneScene) -> str:
     """A digest of everything that orders of removal depend on, but for the budgets."""
+    search = scene.config.search
     parts = [part.content_hash for part in (scene.parts.score, scene.parts.choose)]
-    by_groups = any(budget.by_groups for budget in config.search.budgets)
-    options, device = asdict(replace(config.search, budgets=())), model_device(scene.model).type
+    by_groups = any(budget.by_groups for budget in search.budgets)
+    options, device = asdict(replace(search, budgets=())), model_device(scene.model).type
     facts = [versions(), device, scene.options.loading.dtype, scene.options.data.batch_size, options, parts, by_groups]
     # Not the values: several processes may add them up in another order than one.
-    known = [[s.method, s.unit, s.examples, s.flat().argsort().tolist()] for s in scores]
+    known = [[s.method, s.unit, s.examples, s.flat().argsort().tolist()] for s in scene.candidates]
     return digest(facts, known, fingerprint(scene.model))
 
 
-def subject_for(budget: Budget, scene: Scene, trials: Trials | None = None) -> Subject:
-    """What a budget is measured on; without trials (before the search) only the dense model can be measured."""
-    inputs = budget_input(scene) if budget.timed else scene.typical_input()
-    if trials is not None:
-        return trials.subject(scene.example, inputs)
-    return Subject(scene.model, scene.layers, scene.example, inputs)
-
-
-def random_orders(scene: Scene, config: PruneConfig, fits: Sequence[Fit]) -> list[Order]:
+def random_orders(scene: PruneScene, fits: Sequence[Fit]) -> list[Order]:
     """The control: heads drawn at random, under the same constraints."""
     levels, batches = sorted({f.plan.kept for f in fits}), list(scene.parts.score.batches())[:1]
-    constraints, orders = plan_search.constraints_of(config.search, scene.maskable), []
+    constraints, orders = plan_search.constraints_of(scene.config.search, scene.maskable), []
     for seed in range(scene.options.seed, scene.options.seed + RANDOM_DRAWS):
         scores = score(scene.model, batches, "random", layers=scene.layers, seed=seed)
         orders.append(arrange(Search(scene.maskable, scores, constraints), "one-shot", levels))
     return orders
 
 
-def curves(config: PruneConfig, result: plan_search.SearchResult, trials: Trials) -> dict[str, Order]:
+def _curves(scene: PruneScene, result: SearchResult) -> dict[str, Order]:
     """The orders whose curves are drawn: by scores, and the used (or best) one of the orders that `auto` makes itself."""
     orders, fits = dict(result.orders), result.fits
     own = [name for name, order in orders.items() if not order.method]
-    if config.search.strategy != AUTO or len(own) < 2:
+    if scene.config.search.strategy != AUTO or len(own) < 2:
         return orders
     used = fits[0].plan.strategy
 
     def merit(name: str) -> tuple[int, float]:
         """How many of the budgets an order reaches, and how good its plans are there."""
         plans = [orders[name].plan(f.plan.asked) for f in fits if orders[name].least <= f.plan.asked]
-        return len(plans), sum(map(trials.merit, plans))
+        return len(plans), sum(map(scene.trials.merit, plans))
 
     best = used if used in own else max(own, key=merit)
     return {name: order for name, order in orders.items() if name not in own or name == best}
 
 
-def trade_off(
-    orders: dict[str, Order], randoms: Sequence[Order], fits: Sequence[Fit], trials: Trials, console: Console
-) -> list[Point]:
+def trade_off(scene: PruneScene, result: SearchResult, randoms: Sequence[Order]) -> list[Point]:
     """The metric on the choosing part against heads kept, by every order and by random."""
+    orders, fits, trials = _curves(scene, result), result.fits, scene.trials
     total = fits[0].plan.total
     levels = sorted(plan_search.levels_of(total, [f.plan.asked for f in fits]), reverse=True)
     jobs = [("dense", PruningPlan({}, total, total, total))]
@@ -271,7 +327,7 @@ def trade_off(
         here = [(n, o) for n, o in named if keep in drawn or (n != "random" and (o.strategy, o.method) == used)]
         jobs += [(name, order.plan(keep)) for name, order in here if order.least <= keep]
     curve = []
-    with console.track("trade-off on the choosing part") as progress:
+    with scene.console.track("trade-off on the choosing part") as progress:
         for name, plan in tracked(jobs, progress):
             measured = trials.measure(plan.drop)
             low, high = interval(measured, trials.metric)
