@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer, Layers
-from headprune.batches import Rows, is_empty
+from headprune.batches import Rows, nonempty
 from headprune.errors import HeadPruneError
 from headprune.inputs import Example, check_model, inputs_of, is_encoder_decoder, vocabulary_size, without_labels
 from headprune.running import quiet
@@ -24,15 +23,14 @@ from headprune.seeing.roles import HeadProfile, HeadProfiles, profile_of
 from headprune.seeing.sums import (
     Grid,
     LayerInput,
-    Sequences,
     Sums,
+    TokenSequence,
     added,
-    convolution_shapes,
-    grid_among,
     is_image,
+    patch_grids,
     sequences_of,
     sums_of,
-)  # fmt: skip
+)
 
 __all__ = ["HeadProfile", "attention_weights", "profile_heads"]
 
@@ -69,20 +67,17 @@ def profile_heads(
         HeadPruneError: No batches, the model does not run on one, or no layer's weights can be seen.
     """
     check_model(model)
-    given = (inputs_of(model, batch) for batch in listed(batches) if not is_empty(batch))
-    inputs = [on_device(model, without_labels(model, batch)) for batch in given]
-    if not inputs:
-        raise HeadPruneError("There are no examples to look at.", "Give at least one batch.")
+    given = nonempty(listed(batches), "look at")
+    inputs = [on_device(model, without_labels(model, inputs_of(model, batch))) for batch in given]
     layers = layers_for(model, layers, inputs[0])
     ids = [getattr(getattr(model, "config", None), "sep_token_id", None)] if separators is None else separators
     marks = torch.tensor([i for i in ids if isinstance(i, int)], dtype=torch.long)
     with quiet(model), torch.no_grad():
         rows = rows_of(model, inputs)
         seen, unseen, grid = _seen_layers(model, layers, rows.take(inputs[0], [0]))
-        sequences = [sequences_of(model, batch, rows) for batch in inputs]
-        known = LayerInput(separators=marks, frequencies=_frequencies(sequences), grid=grid)
-        sums = _sums(model, seen, inputs, rows, known)
-        repeated = _repeated_sums(model, seen, sequences, rows, seed)
+        texts = [next(iter(sequences_of(model, batch, rows).values())) for batch in inputs]  # of a pair the source
+        sums = _sums(model, seen, inputs, rows, grid=grid, separators=marks, frequencies=_frequencies(texts))
+        repeated = _repeated_sums(model, seen, texts, rows, seed)
         for name, more in repeated.items():
             sums[name] = added(sums[name], more)
     heads = {a.name: [profile_of(sums[a.name], h) for h in range(a.num_heads)] for a in seen}
@@ -97,19 +92,14 @@ def profile_heads(
     )
 
 
-def _sums(model: nn.Module, layers: Layers, inputs: list[Example], rows: Rows, known: LayerInput) -> dict[str, Sums]:
-    """The sums over all queries, by layer name; ``known`` is what all batches have in common."""
+def _sums(model: nn.Module, layers: Layers, inputs: list[Example], rows: Rows, **known: Any) -> dict[str, Sums]:
+    """The sums over all queries, by layer name; ``known`` are the fields of `LayerInput` that all batches have in common."""
 
     def keep(batch: Example, weights: Weights) -> Sums:
-        given = replace(known, sequences=sequences_of(model, batch, rows), is_image=is_image(batch))
-        return sums_of(weights, given)
+        return sums_of(weights, LayerInput(sequences_of(model, batch, rows), is_image(batch), **known))
 
-    sums: dict[str, Sums] = {layer.name: {} for layer in layers}
-    for batch in inputs:
-        for run in collect_by_example(model, layers, batch, rows, keep):
-            for name, calls in run.items():
-                sums[name] = added(sums[name], reduce(added, calls, {}))
-    return sums
+    runs = [run for batch in inputs for run in collect_by_example(model, layers, batch, rows, keep)]
+    return {layer.name: reduce(added, (call for run in runs for call in run[layer.name]), {}) for layer in layers}
 
 
 def _seen_layers(
@@ -120,25 +110,23 @@ def _seen_layers(
     Raises:
         HeadPruneError: No layer's weights can be seen.
     """
-
     unseen: dict[str, str] = {}
-    with convolution_shapes(model) as shapes:
+    with patch_grids(model) as grid_of:
         positions = collect(model, layers, example, 1, lambda weights: weights.shape[2], unseen)
     seen = [layer for layer in layers if layer.name not in unseen]
     if not seen:
         raise HeadPruneError(next(iter(unseen.values()), "The model has no attention layer."), "Name other layers.")
-    return seen, unseen, grid_among(shapes, positions[seen[0].name][0]) if is_image(example) else None
+    return seen, unseen, grid_of(positions[seen[0].name][0]) if is_image(example) else None
 
 
-def _frequencies(sequences: Sequence[Sequences]) -> Tensor | None:
-    """How often each token occurs in the source texts, by id; None without token ids."""
-    texts = [s.source for s in sequences]
+def _frequencies(texts: Sequence[TokenSequence]) -> Tensor | None:
+    """How often each token occurs in the texts, by id; None without token ids."""
     tokens = [t.ids if t.real is None else t.ids[t.real] for t in texts if t.ids is not None]
     return torch.bincount(torch.cat([ids.flatten() for ids in tokens]).cpu()) if tokens else None
 
 
 def _repeated_sums(
-    model: nn.Module, layers: Layers, sequences: Sequence[Sequences], rows: Rows, seed: int
+    model: nn.Module, layers: Layers, texts: Sequence[TokenSequence], rows: Rows, seed: int
 ) -> dict[str, Sums]:
     """The sums for induction and duplicate tokens, by layer, of a causal language model; {} for any other model.
 
@@ -146,7 +134,7 @@ def _repeated_sums(
     attention from a token to the token that followed its first occurrence.
     """
     decoders = [layer for layer in layers if layer.kind == "decoder"]
-    ids = [s.source.ids for s in sequences if s.source.ids is not None]
+    ids = [text.ids for text in texts if text.ids is not None]
     vocabulary = vocabulary_size(model)
     if not decoders or not ids or is_encoder_decoder(model) or vocabulary < 2 * _TOKENS:
         return {}
@@ -160,9 +148,8 @@ def _repeated_sums(
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.stack([torch.randperm(vocabulary, generator=generator)[:length] for _ in range(REPEATED)])
     tokens = torch.cat([firsts[:1].cpu().expand(REPEATED, begun), drawn, drawn], dim=1).to(firsts.device)
-
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     try:
-        return _sums(model, decoders, [given], rows, LayerInput(repeated=length))
+        return _sums(model, decoders, [given], rows, repeated=length)
     except HeadPruneError:  # the model needs other inputs too, or accepts fewer tokens
         return {}
