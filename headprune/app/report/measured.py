@@ -57,7 +57,7 @@ def sizes_figure(metrics: Metrics) -> Figure:
     style: dict[str, Any] = {"fmt": "D-", "color": _BLUE, "markersize": 6, "capsize": 3, "zorder": 5}
     spread, name = np.maximum([value - low, high - value], 0), "chosen heads (95 % interval)"
     axis.errorbar(kept, value, spread, **style, label=name)
-    alike = [value[0], *(verdict.against_random(metrics, b).value for b in budgets)]
+    alike = [value[0], *(verdict.like_random(b).metrics[metric] for b in budgets)]
     if alike != [*value]:
         name = "chosen heads, repaired and trained no more than the random ones"
         axis.plot(kept, alike, "D:", color=_BLUE, markersize=5, markerfacecolor="white", zorder=4, label=name)

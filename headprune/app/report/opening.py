@@ -103,11 +103,10 @@ def over_random_line(metrics: Metrics) -> str:
         gain = numbers.change(b.over_random, metrics.metric).replace(" (", ", ") if b.over_random else ""
         return f"{head_count(b.kept)}{f' ({gain}' if gain else ''}"
 
-    pairs = [verdict.against_random(metrics, b) for b in verdict.largest_first(metrics)]
     answers = {"better": "yes", "worse": "no, worse", "no measurable difference": "no measurable difference"}
     parts = []
     for word, answer in answers.items():
-        if some := [size(p.budget) for p in pairs if p.verdict == word]:
+        if some := [size(b) for b in verdict.largest_first(metrics) if verdict.against_random(metrics, b) == word]:
             parts.append(f"{answer} with {listed(some)}")
     return f"Better than random heads? {capital('; '.join(parts))}."
 
@@ -168,7 +167,7 @@ def shortened(part: Examples, role: str) -> Iterator[str]:
 
 
 def _no_better_than_random(metrics: Metrics) -> Iterator[str]:
-    verdicts = {verdict.against_random(metrics, b).verdict for b in metrics.budgets}
+    verdicts = {verdict.against_random(metrics, b) for b in metrics.budgets}
     if metrics.planning.plan is None and "better" not in verdicts:
         yield (
             "At no size did the chosen heads measurably beat as many random ones, so this run does not show that it matters which heads go."

@@ -68,31 +68,22 @@ def limits_metric(budgets: Sequence[BudgetResult]) -> bool:
     return any(b.budget and b.budget.parsed and b.budget.parsed.by_metric for b in budgets)
 
 
-@dataclass(frozen=True)
-class AgainstRandom:
-    """Chosen heads beside random ones in the same number, repaired alike.
-
-    Attributes:
-        value: The metric with the chosen heads, before any training.
-        verdict: ``"better"`` or ``"worse"`` (than the mean beyond chance, and than every draw), or ``"no measurable difference"``.
+def against_random(metrics: Metrics, budget: BudgetResult) -> str:
+    """Whether heads were chosen better than by chance: ``"better"`` or ``"worse"`` (than the mean of the random draws beyond chance,
+    and than every draw), or ``"no measurable difference"``.
     """
-
-    budget: BudgetResult
-    value: float
-    verdict: str
-
-
-def against_random(metrics: Metrics, budget: BudgetResult) -> AgainstRandom:
-    """Chosen heads beside random ones: whether they were chosen better than by chance."""
-    # Treated like the random ones: with the cheaper repair, and not trained.
-    alike = layers_alone(budget) or untrained(budget)
-    value, draws = alike.metrics[metrics.metric], budget.random
+    value, draws = like_random(budget).metrics[metrics.metric], budget.random
     sign = 1 if metric_named(metrics.metric).higher else -1
     better, worse = (all(way * sign * (value - draw) > 0 for draw in draws) for way in (1, -1))
     word = "better" if better else "worse" if worse else ""
     if not word or (budget.over_random is not None and budget.over_random.verdict != word):
-        word = "no measurable difference"
-    return AgainstRandom(budget, value, word)
+        return "no measurable difference"
+    return word
+
+
+def like_random(budget: BudgetResult) -> Measured:
+    """The chosen heads, treated like the random ones: with the cheaper repair, and not trained."""
+    return layers_alone(budget) or untrained(budget)
 
 
 def layers_alone(budget: BudgetResult) -> Measured | None:
