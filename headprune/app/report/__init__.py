@@ -1,6 +1,6 @@
 """Writes report.md with its pictures, report.html and parts of model cards, from a run folder's documents alone.
 
-The template report.md.j2 has the report's sections and their texts. `opening`, `measured` and `heads` have its tables and figures, and the
+The template report.md.j2 has the report's sections and their texts. `verdict`, `measured` and `heads` have its tables and figures, and the
 sentences that need code.
 """
 
@@ -21,7 +21,7 @@ from headprune import checkpoint, latency
 from headprune.amounts import code
 from headprune.app import pictures
 from headprune.app.documents import BudgetResult, FinetuneRecord, Metrics, Run
-from headprune.app.report import content, heads, measured, numbers, opening, page, verdict
+from headprune.app.report import content, heads, measured, numbers, page, verdict
 from headprune.app.report.content import Block, Documents, Figure, Section, Table, blocks_of, bullets, markdown
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError
@@ -33,7 +33,7 @@ TEMPLATE, FINETUNED = (
     (resources.files(__name__) / name).read_text("utf-8") for name in ("report.md.j2", "finetune.md.j2")
 )
 ROOMS = {
-    "content": content, "numbers": numbers, "verdict": verdict, "of_heads": heads, "measured": measured, "opening": opening,
+    "content": content, "numbers": numbers, "verdict": verdict, "of_heads": heads, "measured": measured,
     "latency": latency,
 }  # fmt: skip
 """The modules that templates may call."""
@@ -96,7 +96,7 @@ def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
         "intervals: 95 %, paired by example for the change. “Dense” is the model before this run.",
         replace(measured.sizes_table(one), strong=None),
         measured.metrics_table(one),
-        *filter(None, [opening.precision(run, one)]),
+        *filter(None, [verdict.precision(run, one)]),
         measured.latency_table(rows),
         f"Times: one forward pass on {machine}. Made by headprune {run.environment.headprune} with:",
         bullets(code(numbers.without_places(command)) for command in dict.fromkeys(run.commands)),
