@@ -46,11 +46,10 @@ def print_scores(console: Console, scores: list[HeadScores]) -> None:
 
 
 def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> None:
-    from headprune.app.console import heat_map
+    from headprune.app.pictures import heat_map
 
-    rows = [(f"L{a.index}", s.values[a.name].tolist(), drop.get(a.name, [])) for a in s.layers]
     console.result("")
-    console.show(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
+    console.show(heat_map(s, drop))
 
 
 def print_plans(console: Console, fits: Sequence[Fit], scores: list[HeadScores]) -> None:
