@@ -241,24 +241,20 @@ def over_random_line(metrics: Metrics) -> str:
     return f"Better than random heads? {capital('; '.join(parts))}."
 
 
-def usage(run: Run, metrics: Metrics) -> str:
-    """How to load a model as it was measured: with headprune, and with transformers alone."""
-    result = judge(metrics)
-    budget, which = result.budget, "it" if result.recommended or len(metrics.budgets) == 1 else "one"
-    own = code(f"import headprune; model = {loading(run, budget)}")
-    if budget.runs_code:  # transformers alone would build the class from the model's own code, with all heads
-        return f"To use {which}: {own}."
-    native = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
-    other = native or "from_pretrained(folder, trust_remote_code=True)"
-    other = f'{other.removesuffix(")")}, dtype="float32")' if _widened(run, budget) else other
-    return f"To use {which}: {own}, or without headprune, with the same folder, transformers' {code(other)}."
-
-
 def loading(run: Run, budget: BudgetResult) -> str:
     """The call that loads a budget's model as it was measured."""
     folder = f"{run.folder}/{budget.checkpoint}" if run.folder else budget.checkpoint
     trust, widen = ", trust_remote_code=True" * budget.runs_code, ".float()" * _widened(run, budget)
     return f"headprune.load({json.dumps(folder, ensure_ascii=False)}{trust}){widen}"
+
+
+def stock_loading(run: Run, budget: BudgetResult) -> str:
+    """The call of transformers that loads it; "" for a class of the model's own code, which would be built with all heads."""
+    if budget.runs_code:
+        return ""
+    native = budget.loads if budget.loads and not budget.loads.startswith("headprune.") else ""
+    call = native or "from_pretrained(folder, trust_remote_code=True)"
+    return f'{call.removesuffix(")")}, dtype="float32")' if _widened(run, budget) else call
 
 
 def _widened(run: Run, budget: BudgetResult) -> bool:
