@@ -6,7 +6,7 @@ Only sums are kept; the weights of a long input are read in blocks (`headprune.s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
@@ -18,6 +18,7 @@ from headprune.attention import AttentionLayer
 from headprune.batches import Rows
 from headprune.divergence import IGNORED
 from headprune.inputs import doubled, is_encoder_decoder
+from headprune.running import wrapped
 from headprune.seeing.maps import Weights
 
 _MOST_BEFORE = 16  # the most positions before the patches
@@ -124,18 +125,17 @@ def patch_grids(model: nn.Module) -> Iterator[Callable[[int], Grid | None]]:
     """
     shapes: list[tuple[int, int]] = []
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
+    def note(name: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
         if isinstance(output, Tensor) and output.ndim == 4:
             shapes.append((output.shape[-2], output.shape[-1]))
+        return output
 
     def grid_of(positions: int) -> Grid | None:
         fitting = [Grid(r, c, positions - r * c) for r, c in shapes if 0 <= positions - r * c <= _MOST_BEFORE]
         return min(fitting, key=lambda grid: grid.before, default=None)
 
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d):
-                stack.callback(module.register_forward_hook(note).remove)
+    with wrapped({name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}, note):
         yield grid_of
 
 
