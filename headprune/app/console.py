@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +13,13 @@ from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from headprune.amounts import visible
 from headprune.files import dumps
 
 _PIPED_WIDTH = 140  # columns where the output is not a terminal
-_WIDE = 16  # heads per layer up to which the heat map shows numbers
 
 
 class Terminal(RichConsole):
@@ -75,14 +74,8 @@ class Console:
             return
         # In a narrow terminal the label is cut, not the time left.
         one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-        label_column = TextColumn("{task.description}", markup=False, table_column=one_line)
-        columns = (
-            label_column,
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
+        text = TextColumn("{task.description}", markup=False, table_column=one_line)
+        columns = (text, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         # The time left is estimated from all steps: a step may take minutes.
         with Progress(*columns, console=self.err, transient=True, expand=True, speed_estimate_period=math.inf) as bars:
             task = bars.add_task(label, total=None)
@@ -92,33 +85,3 @@ class Console:
                 bars.update(task, completed=done, total=total, description=text)
 
             yield update
-
-
-def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float], Sequence[int]]], signed: bool = True) -> Table:
-    """A heat map of scores, layers by heads, coloured by rank in the model: dark blue matters, red harms (if ``signed``).
-
-    Args:
-        title: Shown above the table.
-        rows: (layer's label, its heads' scores, heads to cross out).
-        signed: Whether a score below 0 means that a head is harmful.
-    """
-    flat = sorted(v for _, values, _ in rows for v in values)
-    largest = max(map(abs, flat), default=1.0)
-    # Values below 1 are divided by a power of ten, in steps of three, so that the largest is at least 1.
-    exponent = max(3 * math.floor(math.log10(largest) / 3), -12) if 0 < largest < 1 else 0
-    widest = max((len(values) for _, values, _ in rows), default=0)
-    numbers = widest <= _WIDE
-    unit = f", in 1e{exponent}" if numbers and exponent else ""
-    columns = (Column(f"H{h}" if numbers else str(h % 10), justify="right") for h in range(widest))
-    table = Table("", *columns, title=f"{title}{unit}", title_justify="left", box=None, padding=0, pad_edge=False)
-    for label, values, crossed in rows:
-        cells = []
-        for h, value in enumerate(values):
-            share = flat.index(value) / max(len(flat) - 1, 1)
-            shade = int(235 - 150 * share)
-            colour = f"rgb({shade},{shade},255)" if value >= 0 or not signed else "rgb(255,170,150)"
-            cross = "x" if h in crossed else ""
-            text = f"{cross}{value / 10**exponent:.1f}" if numbers else cross or " "
-            cells.append(Text(f" {text} ", style=f"black on {colour}"))
-        table.add_row(f"{label} ", *cells)
-    return table

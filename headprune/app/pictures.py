@@ -1,9 +1,10 @@
-"""Figures and images as files and data URIs, and attention as a figure (report, `headprune show`) or in a terminal."""
+"""Figures and images as files and data URIs; attention as a figure (report, `headprune show`), and it and scores in a terminal."""
 
 from __future__ import annotations
 
 import base64
 import io
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from headprune.app.documents import Heads, Positions, Sample, SampleLayer, by_role
 from headprune.files import write_file
-from headprune.seeing import HeadProfile
-from headprune.seeing.roles import MIXED, RULES, UNKNOWN
+from headprune.scoring.scores import HeadScores
+from headprune.seeing import MIXED, RULES, UNKNOWN, HeadProfile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # imported only where one is drawn
@@ -206,6 +207,7 @@ _SHORT = {rule.role: rule.short for rule in RULES} | {MIXED: "·", UNKNOWN: "?"}
 _SHADES = " ░▒▓█"
 _LEAST, _MOST = 4, 16  # columns of a head
 _KEYS = 4  # keys named for each query, at most
+_WIDE = 16  # heads per layer up to which the heat map shows numbers
 
 
 def all_heads(heads: Heads, sample: Sample, width: int, colours: bool) -> Group:
@@ -286,6 +288,34 @@ def role_table(heads: Heads) -> Table:
 def role_counts(heads: Heads) -> list[str]:
     """A line for each role, most frequent first: how many heads have it, and the clearest of them, in words."""
     return [f"{_short(role):>5}  {len(places):>3}  {role}, as {example}" for role, places, example in by_role(heads)]
+
+
+def heat_map(scores: HeadScores, drop: Mapping[str, Sequence[int]]) -> Table:
+    """Scores, layers by heads, coloured by rank in the model: dark blue matters, red harms (if a score below 0 means that).
+
+    Args:
+        drop: Heads to cross out, by layer.
+    """
+    rows = {layer: scores.values[layer.name].tolist() for layer in scores.layers}
+    ranked = sorted(value for row in rows.values() for value in row)
+    largest = max(map(abs, ranked))
+    # Values below 1 are divided by a power of ten, in steps of three, so that the largest is at least 1.
+    exponent = max(3 * math.floor(math.log10(largest) / 3), -12) if 0 < largest < 1 else 0
+    widest = max(map(len, rows.values()))
+    numbers = widest <= _WIDE
+    title = f"{scores.method}: {scores.unit}; {scores.basis}{f', in 1e{exponent}' * (numbers and exponent < 0)}"
+    columns = (Column(f"H{h}" if numbers else str(h % 10), justify="right") for h in range(widest))
+    table = Table("", *columns, title=title, title_justify="left", box=None, padding=0, pad_edge=False)
+    for layer, row in rows.items():
+        cells = []
+        for h, value in enumerate(row):
+            shade = int(235 - 150 * ranked.index(value) / max(len(ranked) - 1, 1))
+            colour = f"rgb({shade},{shade},255)" if value >= 0 or not scores.signed else "rgb(255,170,150)"
+            cross = "x" if h in drop.get(layer.name, ()) else ""
+            text = f"{cross}{value / 10**exponent:.1f}" if numbers else cross or " "
+            cells.append(Text(f" {text} ", style=f"black on {colour}"))
+        table.add_row(f"L{layer.index} ", *cells)
+    return table
 
 
 def _short(role: str) -> str:

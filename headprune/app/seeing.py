@@ -21,7 +21,7 @@ from headprune.inputs import model_device, move, without_labels
 from headprune.running import quiet
 from headprune.seeing import HeadProfile, profile_heads
 from headprune.seeing.maps import Weights, collect, on_device
-from headprune.seeing.sums import Grid, sequences_of
+from headprune.seeing.sums import Grid, names_of, sequences_of
 
 _ANSWER = 24  # tokens that an encoder-decoder generates
 _EXAMPLES = 64  # that profiles are computed from, at most
@@ -165,56 +165,49 @@ def _sample(
 ) -> Sample:
     """The attention of all layers in one example."""
     inputs = on_device(loaded.model, without_labels(loaded.model, inputs))
-    texts, title = _texts(loaded, inputs)
+    sequences, tokenizer = sequences_of(loaded.model, inputs, by_names(inputs)), loaded.processor
+    known = {name: s.ids[0] for name, s in sequences.items() if s.ids is not None}
+    known = known if hasattr(tokenizer, "convert_ids_to_tokens") else {}
+    texts = {name: Positions(labels=token_labels(ids, tokenizer)) for name, ids in known.items()}
     image = next((t[0] for t in inputs.values() if grid and t.ndim == 4 and t.is_floating_point()), None)
     picture = None if image is None else as_uri(image)
     positions: dict[str, Positions] = {}
-    held: dict[int, SampleLayer] = {}
 
-    def keep(weights: Weights) -> None:
-        index, queries, keys = weights.layer.index, weights.shape[2] // weights.windows, weights.shape[3]
-        if not weights.ordered or index in held:  # a layer that runs again
-            return
-        named = _tokens(weights, texts) if grid is None else _patches(weights, grid, picture)
-        if named is None:
-            return
+    def keep(weights: Weights) -> SampleLayer | None:
+        names = names_of(weights.layer, sequences)
+        named = _tokens(weights, names, texts) if grid is None else _patches(weights, grid, picture)
+        if named is None or not weights.ordered:
+            return None
         positions.update(named)
+        queries, keys = weights.shape[2] // weights.windows, weights.shape[3]
         (ours, _), (theirs, at_keys) = named
         rows = None if max(queries, keys) <= longest else _some_rows(queries, grid)
         table = torch.stack(weights.whole()[0].chunk(weights.windows, dim=1)).mean(dim=0)  # over windows
         table = table[:, slice(None) if rows is None else list(rows), : len(at_keys.labels)]  # without sinks
-        held[index] = SampleLayer.packed(index, table.cpu().float().numpy(), ours, theirs, rows)
+        return SampleLayer.packed(weights.layer.index, table.cpu().float().numpy(), ours, theirs, rows)
 
     with quiet(loaded.model), torch.no_grad():
-        collect(loaded.model, layers, inputs, 1, keep)
-    return Sample(title=title, positions=positions, layers=tuple(held.values()))
+        runs = collect(loaded.model, layers, inputs, 1, keep).values()
+    held = (next(filter(None, calls), None) for calls in runs)  # a layer may run several times
+    source = known.get(next(iter(sequences)))
+    title = "" if source is None else _title(tokenizer.decode(source.tolist(), skip_special_tokens=True))
+    return Sample(title=title, positions=positions, layers=tuple(filter(None, held)))
+
+
+def _title(text: str) -> str:
+    """The beginning of a text, in one line."""
+    line = " ".join(printable(text.strip()).replace("·", " ").split())
+    return line if len(line) <= _TITLE else f"{line[:_TITLE]}…"
 
 
 Named = tuple[str, Positions]
 
 
-def _texts(loaded: LoadedModel, inputs: Any) -> tuple[dict[str, Positions], str]:
-    """The tokens of the texts that the model reads, by name, and a title; none for a model that reads no text."""
-    sequences = sequences_of(loaded.model, inputs, by_names(inputs))
-    tokenizer, source = loaded.processor, sequences.source
-    if not hasattr(tokenizer, "convert_ids_to_tokens"):
-        return {}, ""
-    pair = source is not sequences.target
-    known = {"source": source, "target": sequences.target} if pair else {"input": source}
-    texts = {n: Positions(labels=token_labels(s.ids[0], tokenizer)) for n, s in known.items() if s.ids is not None}
-    if source.ids is None:
-        return texts, ""
-    text = tokenizer.decode(source.ids[0].tolist(), skip_special_tokens=True)
-    title = " ".join(printable(text.strip()).replace("·", " ").split())
-    return texts, title if len(title) <= _TITLE else f"{title[:_TITLE]}…"
-
-
-def _tokens(weights: Weights, texts: dict[str, Positions]) -> tuple[Named, Named] | None:
+def _tokens(weights: Weights, names: tuple[str, str], texts: dict[str, Positions]) -> tuple[Named, Named] | None:
     """The names and tokens of the texts at a layer's queries and keys; None if unknown."""
     kind, queries, keys = weights.layer.kind, weights.shape[2] // weights.windows, weights.shape[3]
-    ours = ("source" if kind == "encoder" else "target") if "source" in texts else "input"
-    theirs = "source" if kind == "cross" else ours
-    if ours not in texts or theirs not in texts:
+    ours, theirs = names
+    if not {ours, theirs} <= texts.keys() or (kind == "cross" and ours == theirs):
         return None
     width = len(texts[theirs].labels)
     if len(texts[ours].labels) != queries or keys < width or (keys > width and kind != "decoder"):

@@ -46,11 +46,10 @@ def print_scores(console: Console, scores: list[HeadScores]) -> None:
 
 
 def _print_heat(console: Console, s: HeadScores, drop: dict[str, list[int]]) -> None:
-    from headprune.app.console import heat_map
+    from headprune.app.pictures import heat_map
 
-    rows = [(f"L{a.index}", s.values[a.name].tolist(), drop.get(a.name, [])) for a in s.layers]
     console.result("")
-    console.show(heat_map(f"{s.method}: {s.unit}; {s.basis}", rows, s.signed))
+    console.show(heat_map(s, drop))
 
 
 def print_plans(console: Console, fits: Sequence[Fit], scores: Sequence[HeadScores]) -> None:
@@ -98,7 +97,7 @@ def print_layers(console: Console, name: str, layers: list[Any]) -> None:
 
 def print_pruned(console: Console, folder: RunFolder) -> None:
     """Print the report's first screen, the times, and the paths of report and models."""
-    from headprune.app.report.verdict import judge
+    from headprune.app.report import verdict
 
     metrics = folder.read_metrics()
     assert metrics is not None
@@ -113,9 +112,9 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
     for export in metrics.exports:
         path = f"{folder.path / export.file} " if export.file else f"not written for {export.name}:"
         console.result(f"{export.format}: {path} {export.summary}")
-    verdict = judge(metrics)
-    checkpoint = shlex.quote(str(folder.path / verdict.budget.checkpoint))
-    ready = verdict.recommended or verdict.budget.finetune
+    result = verdict.judge(metrics)
+    checkpoint = shlex.quote(str(folder.path / result.budget.checkpoint))
+    ready = result.recommended or result.budget.finetune
     following = f"push {checkpoint} USER/NAME --dry-run" if ready else f"finetune {checkpoint}"
     console.result(f"Next:   headprune {following}")
     print_document(console, folder)
@@ -123,13 +122,13 @@ def print_pruned(console: Console, folder: RunFolder) -> None:
 
 def _print_summary(console: Console, run: Run, metrics: Metrics) -> None:
     """Print the report's first screen, without what is printed elsewhere, and the section on other data."""
-    from headprune.app.report import measured, opening
+    from headprune.app.report import measured, verdict
 
-    console.result(f"\n{opening.headline(run, metrics)}")
-    for text in opening.cautions(run, metrics):
+    console.result(f"\n{verdict.headline(run, metrics)}")
+    for text in verdict.cautions(run, metrics):
         console.result(f"\nCaution: {text}")
     print_table(console, "Dense and pruned", measured.sizes_table(metrics))
-    lines = (opening.rule(metrics), opening.over_random_line(metrics), opening.precision(run, metrics))
+    lines = (verdict.rule(metrics), verdict.over_random_line(metrics), verdict.precision(run, metrics))
     console.result("\n" + "\n".join(filter(None, lines)))
     if metrics.also:
         print_table(console, "On other data", measured.other_table(metrics))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -26,7 +26,7 @@ from headprune.batches import Rows, find_rows, is_out_of_memory
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, module_of
 from headprune.inputs import Example, call, does_not_run, model_device, move, tensors, usable, widened
-from headprune.running import exact_attention, quiet, uncompiled
+from headprune.running import exact_attention, quiet, uncompiled, wrapped
 
 _MOST = 2**23  # weights to compute at once
 
@@ -155,7 +155,7 @@ def collect(
 def attention_maps(
     model: nn.Module, layers: Layers, examples: int, keep: Keep, unseen: dict[str, str] | None = None
 ) -> Iterator[dict[str, list[Any]]]:
-    """Collect attention weights while the context lasts; run the model inside it. All hooks are removed afterwards.
+    """Collect attention weights while the context lasts; run the model inside it. The model is left as it was.
 
     Args:
         model: The model that ``layers`` describe.
@@ -174,14 +174,8 @@ def attention_maps(
         HeadPruneError: A layer's weights were not seen.
     """
     collector = _Collector(layers, examples, keep)
-    with ExitStack() as stack:
-        stack.enter_context(uncompiled())
-        stack.enter_context(exact_attention(model))
-        for name in collector.layers:
-            module = module_of(model, name)
-            stack.callback(module.register_forward_pre_hook(partial(collector.enter, name)).remove)
-            stack.callback(module.register_forward_hook(collector.leave, always_call=True).remove)
-        stack.enter_context(collector)
+    modules = {name: module_of(model, name) for name in collector.layers}
+    with uncompiled(), exact_attention(model), wrapped(modules, collector.run), collector:
         yield collector.kept
     for layer in layers:
         if layer.module in collector.unclear or not collector.kept[layer.name]:
@@ -213,13 +207,15 @@ class _Collector(TorchFunctionMode):
         self.unclear: dict[str, str] = {}
         self.running: list[tuple[str, int]] = []
 
-    def enter(self, name: str, module: nn.Module, args: Any) -> None:
+    def run(self, name: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module, as `wrapped` does."""
         self.running.append((name, 0))
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        name, count = self.running.pop()
-        if count % max(self.layers[name]):
-            self.unclear[name] = f"which of {count} attentions in {name} is its own is not clear."
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _, count = self.running.pop()
+            if count % max(self.layers[name]):
+                self.unclear[name] = f"which of {count} attentions in {name} is its own is not clear."
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

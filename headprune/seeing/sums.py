@@ -5,8 +5,8 @@ Only sums are kept; the weights of a long input are read in blocks (`headprune.s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
@@ -18,6 +18,7 @@ from headprune.attention import AttentionLayer
 from headprune.batches import Rows
 from headprune.divergence import IGNORED
 from headprune.inputs import doubled, is_encoder_decoder
+from headprune.running import wrapped
 from headprune.seeing.maps import Weights
 
 _MOST_BEFORE = 16  # the most positions before the patches
@@ -48,28 +49,15 @@ class TokenSequence:
         return self if known is not None and known.shape[1] == count else TokenSequence()
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """The sequences of a batch.
-
-    Attributes:
-        source: The model's input text; unknown for an image.
-        target: The decoder input of an encoder-decoder; the source for any other model.
-    """
-
-    source: TokenSequence
-    target: TokenSequence
-
-    def queries(self, layer: AttentionLayer, count: int) -> TokenSequence:
-        """The sequence of a layer's queries; unknown unless it has ``count`` positions."""
-        return (self.source if layer.kind == "encoder" else self.target).if_length(count)
-
-    def keys(self, layer: AttentionLayer, count: int) -> TokenSequence:
-        """The sequence of a layer's keys; unknown unless it has ``count`` positions."""
-        return (self.target if layer.kind == "decoder" else self.source).if_length(count)
+Sequences = dict[str, TokenSequence]
+"""The sequences of a batch by name: ``"input"``; or of an encoder-decoder ``"source"`` and ``"target"``, the decoder's input."""
 
 
-UNKNOWN_SEQUENCES = Sequences(TokenSequence(), TokenSequence())
+def names_of(layer: AttentionLayer, sequences: Sequences) -> tuple[str, str]:
+    """The names of the sequences of a layer's queries and keys."""
+    if "input" in sequences:
+        return "input", "input"
+    return "source" if layer.kind == "encoder" else "target", "target" if layer.kind == "decoder" else "source"
 
 
 def sequences_of(model: nn.Module, inputs: Any, rows: Rows) -> Sequences:
@@ -82,14 +70,14 @@ def sequences_of(model: nn.Module, inputs: Any, rows: Rows) -> Sequences:
 
     source = sequence(inputs)
     if not isinstance(inputs, Mapping) or not is_encoder_decoder(model):
-        return Sequences(source, source)
+        return {"input": source}
     decoder: dict[str, Any] = {k: v for k, v in inputs.items() if k.startswith("decoder_")}
     labels = inputs.get("labels")
     if "decoder_input_ids" not in decoder and isinstance(labels, Tensor):
         decoder.setdefault("decoder_attention_mask", labels != IGNORED)
         if prepare := getattr(model, "prepare_decoder_input_ids_from_labels", None):
             decoder["decoder_input_ids"] = prepare(labels=labels)
-    return Sequences(source, sequence(decoder, "decoder_"))
+    return {"source": source, "target": sequence(decoder, "decoder_")}
 
 
 @dataclass(frozen=True)
@@ -129,25 +117,26 @@ def is_image(inputs: Any) -> bool:
 
 
 @contextmanager
-def convolution_shapes(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
-    """Collect (rows, columns) of every convolution's output while the context lasts; one of them is the patch grid."""
+def patch_grids(model: nn.Module) -> Iterator[Callable[[int], Grid | None]]:
+    """Watch a model's convolutions while the context lasts; one of them makes the patches of an image.
+
+    Yields:
+        A function: the number of a layer's positions -> the grid that has as many patches, except a few positions before them.
+    """
     shapes: list[tuple[int, int]] = []
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
+    def note(name: str, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
         if isinstance(output, Tensor) and output.ndim == 4:
             shapes.append((output.shape[-2], output.shape[-1]))
+        return output
 
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d):
-                stack.callback(module.register_forward_hook(note).remove)
-        yield shapes
+    def grid_of(positions: int) -> Grid | None:
+        fitting = [Grid(r, c, positions - r * c) for r, c in shapes if 0 <= positions - r * c <= _MOST_BEFORE]
+        return min(fitting, key=lambda grid: grid.before, default=None)
 
-
-def grid_among(shapes: list[tuple[int, int]], positions: int) -> Grid | None:
-    """The grid, among a model's convolution shapes, with as many patches as a layer has positions, except a few before them."""
-    fitting = [Grid(r, c, positions - r * c) for r, c in shapes if 0 <= positions - r * c <= _MOST_BEFORE]
-    return min(fitting, key=lambda grid: grid.before, default=None)
+    with wrapped({name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}, note):
+        yield grid_of
 
 
 # -- sums over queries ---------------------------------------------------------------------------------
@@ -158,19 +147,19 @@ class LayerInput:
     """What is known about the positions in a call of a layer.
 
     Attributes:
-        separators: Ids of tokens that separate texts.
         sequences: The model's token sequences.
-        frequencies: How often each token occurs in the data, by id; None if not counted.
-        grid: The patch grid of the image.
         is_image: Whether the positions are those of an image, with a known grid or not.
+        grid: The patch grid of the image.
+        separators: Ids of tokens that separate texts.
+        frequencies: How often each token occurs in the data, by id; None if not counted.
         repeated: If not 0, the input ends with this many tokens, twice; then only induction and duplicate tokens are measured.
     """
 
-    separators: Tensor | None = None
-    sequences: Sequences = UNKNOWN_SEQUENCES
-    frequencies: Tensor | None = None
+    sequences: Sequences
+    is_image: bool
     grid: Grid | None = None
-    is_image: bool = False
+    separators: Tensor | None = None
+    frequencies: Tensor | None = None
     repeated: int = 0
 
 
@@ -204,8 +193,9 @@ class _Call:
         self.tokens = length if self.aligned else keys
         everywhere = torch.ones(rows, keys, dtype=torch.bool, device=device)
         visible = (weights.visible() if plain else everywhere)[:, : self.tokens]
-        at_queries = given.sequences.queries(layer, queries)
-        at_keys = at_queries if self.aligned else given.sequences.keys(layer, keys)  # without sinks
+        ours, theirs = (given.sequences[name] for name in names_of(layer, given.sequences))
+        at_queries = ours.if_length(queries)
+        at_keys = at_queries if self.aligned else theirs.if_length(keys)  # without sinks
         self.ids = at_keys.ids.to(device) if plain and at_keys.ids is not None else None
         self.real_keys = at_keys.real.to(device) if plain and at_keys.real is not None else visible
         if windows == 1 and at_queries.real is not None:

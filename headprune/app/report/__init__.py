@@ -1,6 +1,6 @@
 """Writes report.md with its pictures, report.html and parts of model cards, from a run folder's documents alone.
 
-The template report.md.j2 has the report's sections and their texts. `opening`, `measured` and `heads` have its tables and figures, and the
+The template report.md.j2 has the report's sections and their texts. `verdict`, `measured` and `heads` have its tables and figures, and the
 sentences that need code.
 """
 
@@ -21,19 +21,19 @@ from headprune import checkpoint, latency
 from headprune.amounts import code
 from headprune.app import pictures
 from headprune.app.documents import BudgetResult, FinetuneRecord, Metrics, Run
-from headprune.app.report import content, heads, measured, numbers, opening, page, verdict
-from headprune.app.report.content import Block, Documents, Figure, Section, Table, blocks_of, bullets, markdown
+from headprune.app.report import content, heads, measured, numbers, page, verdict
+from headprune.app.report.content import Block, Documents, Figure, Section, Table, blocks_of, markdown
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError
 from headprune.files import write_file
 
 __all__ = ["finetune_card", "finetune_report", "finetune_table", "write", "write_cards"]
 
-TEMPLATE, FINETUNED = (
-    (resources.files(__name__) / name).read_text("utf-8") for name in ("report.md.j2", "finetune.md.j2")
+TEMPLATE, PRUNED, FINETUNED = (
+    (resources.files(__name__) / f"{name}.md.j2").read_text("utf-8") for name in ("report", "pruned", "finetune")
 )
 ROOMS = {
-    "content": content, "numbers": numbers, "verdict": verdict, "of_heads": heads, "measured": measured, "opening": opening,
+    "content": content, "numbers": numbers, "verdict": verdict, "of_heads": heads, "measured": measured,
     "latency": latency,
 }  # fmt: skip
 """The modules that templates may call."""
@@ -85,23 +85,14 @@ def _files(documents: Documents) -> dict[str, bytes]:
 
 def pruned_card(run: Run, metrics: Metrics, budget: BudgetResult) -> str:
     """A pruned model's part of its model card: tables beside the dense model, and how it was made."""
-    one, name, rows = replace(metrics, budgets=(budget,)), budget.name, []
+    rows = []
     for row in metrics.latency.rows:
-        timings = {"dense": row.timings["dense"], name: row.timings[name]}
-        rows.append(replace(row, timings=timings, speedups={name: row.speedups[name]}))
-    dataset = code(numbers.without_place(run.options.data.dataset))
-    machine = numbers.device(metrics.environment or run.environment, run.model.dtype)
-    blocks: list[Block] = [
-        f"On {budget.change.examples:,} examples of {dataset} ({code(run.parts.report.split)}), none of which decided anything; "
-        "intervals: 95 %, paired by example for the change. “Dense” is the model before this run.",
-        replace(measured.sizes_table(one), strong=None),
-        measured.metrics_table(one),
-        *filter(None, [opening.precision(run, one)]),
-        measured.latency_table(rows),
-        f"Times: one forward pass on {machine}. Made by headprune {run.environment.headprune} with:",
-        bullets(code(numbers.without_places(command)) for command in dict.fromkeys(run.commands)),
-    ]
-    return blocks_of(blocks)
+        timings = {name: row.timings[name] for name in ("dense", budget.name)}
+        rows.append(replace(row, timings=timings, speedups={budget.name: row.speedups[budget.name]}))
+    alone = replace(metrics, budgets=(budget,), latency=replace(metrics.latency, rows=tuple(rows)))
+    sizes = replace(measured.sizes_table(alone), strong=None)  # it says nothing of which model is recommended
+    (section,), _ = sections_of(PRUNED, run=run, metrics=alone, budget=budget, sizes=sizes)
+    return section.text
 
 
 def finetune_report(name: str, record: FinetuneRecord) -> str:

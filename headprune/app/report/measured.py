@@ -57,7 +57,7 @@ def sizes_figure(metrics: Metrics) -> Figure:
     style: dict[str, Any] = {"fmt": "D-", "color": _BLUE, "markersize": 6, "capsize": 3, "zorder": 5}
     spread, name = np.maximum([value - low, high - value], 0), "chosen heads (95 % interval)"
     axis.errorbar(kept, value, spread, **style, label=name)
-    alike = [value[0], *(verdict.against_random(metrics, b).value for b in budgets)]
+    alike = [value[0], *(verdict.like_random(b).metrics[metric] for b in budgets)]
     if alike != [*value]:
         name = "chosen heads, repaired and trained no more than the random ones"
         axis.plot(kept, alike, "D:", color=_BLUE, markersize=5, markerfacecolor="white", zorder=4, label=name)
@@ -141,9 +141,11 @@ def values_table(table: ValueTable) -> Table:
     """The metrics of several models on one dataset or task."""
     rows = []
     for v in table.values:
-        value, low, high = (None if x is None else numbers.value(x, v.kind) for x in (v.value, v.low, v.high))
+        value = numbers.value(v.value, v.kind)
+        if v.low is not None and v.high is not None:
+            value = numbers.between(v.value, v.low, v.high, v.kind)
         cells = (numbers.change(v.change, v.kind), v.change.verdict) if v.change else ("", "")
-        rows.append((v.metric, v.model, f"{value}" if low is None else f"{value} ({low} to {high})", *cells))
+        rows.append((v.metric, v.model, value, *cells))
     return Table(("metric", "model", "value (95 %)", "change (95 %, paired)", "verdict"), rows)
 
 
@@ -177,8 +179,8 @@ def metrics_table(metrics: Metrics) -> Table:
     mean = "geometric mean" if metric_named(metric).relative else "mean"
     columns.append([f"random heads: {mean} of {len(budgets[0].random)} draws (range)", "–"])
     for b in budgets:
-        draws = (numbers.mean_of(b.random, metric), min(b.random), max(b.random))
-        columns[-1].append("{} ({} to {})".format(*(numbers.value(draw, metric) for draw in draws)))
+        middle = numbers.mean_of(b.random, metric)
+        columns[-1].append(numbers.between(middle, min(b.random), max(b.random), metric))
     head, *rows = zip(*columns, strict=True)
     return Table(head, rows)
 

@@ -37,10 +37,22 @@ def change(paired: Change, metric: str) -> str:
     return f"{point} ({low} to {high})"
 
 
+def difference(number: float, metric: str, sign: str = "") -> str:
+    """A difference of a metric: in points, in per cent for perplexity, or plain; with ``sign="+"`` also a rise shows its sign."""
+    kind = metric_named(metric)
+    if kind.percent:
+        return f"{100 * number:{sign}.1f} points"
+    return f"{number:{sign}.1%}" if kind.relative else f"{number:{sign}.3g}"
+
+
 def interval(measured: Measured, metric: str) -> str:
     """A metric's value with its interval."""
-    point, low, high = (value(v, metric) for v in (measured.metrics[metric], measured.low, measured.high))
-    return f"{point} ({low} to {high})"
+    return between(measured.metrics[metric], measured.low, measured.high, metric)
+
+
+def between(point: float, low: float, high: float, metric: str) -> str:
+    """A metric's value, between two others."""
+    return f"{value(point, metric)} ({value(low, metric)} to {value(high, metric)})"
 
 
 def mean_of(values: Sequence[float], metric: str) -> float:
@@ -59,15 +71,6 @@ def amount(share: float, metric: str) -> str:
     if kind.width and not kind.percent:
         return f"{kind.width * share:.3g}"
     return f"{100 * share:.3g} {'points' if kind.percent else '%'}"
-
-
-def loss(paired: Change, metric: str) -> str:
-    """The largest loss that a change's interval leaves possible."""
-    kind = metric_named(metric)
-    most = -paired.low if kind.higher else paired.high
-    if kind.percent:
-        return f"{100 * most:.1f} points"
-    return f"{most:.1%}" if kind.relative else f"{most:.3g}"
 
 
 def with_error(number: float, error: float) -> str:

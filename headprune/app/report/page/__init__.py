@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
 from headprune.amounts import visible
-from headprune.app.report import heads, numbers, opening, verdict
+from headprune.app.report import heads, numbers, verdict
 from headprune.app.report.content import Documents, Section, Table, block_of, text_of
 from headprune.inputs import map_leaves
 from headprune.scoring.scores import HeadScores
@@ -100,7 +100,7 @@ def _sizes(documents: Documents) -> dict[str, Any]:
     budgets = verdict.largest_first(metrics)[::-1]
     return {
         "kept": [*(b.kept for b in budgets), budgets[0].total], "start": budgets.index(verdict.judge(metrics).budget),
-        "uses": [*(opening.loading(documents.run, b) for b in budgets), "the model as it is"],
+        "uses": [*(verdict.loading(documents.run, b) for b in budgets), "the model as it is"],
     }  # fmt: skip
 
 
