@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
@@ -392,6 +393,30 @@ def test_the_proof_looks_at_every_output(way: str) -> None:
     with pytest.raises(hp.PruneError):
         hp.prune(model, {"attention": [1]}, X)
     assert model.attention.num_heads == HEADS
+
+
+@pytest.mark.parametrize("finest", [None, 1e-6])
+def test_rounding_of_a_deep_model_is_told_from_a_wrong_cut(
+    finest: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that give nothing, as after a repair, in a model whose rounding is above a fifth of the tolerance (here 2e-5)."""
+    if finest is not None:  # so that any machine's rounding is
+        monkeypatch.setattr("headprune.surgery.proof.FINEST", finest)
+    torch.manual_seed(0)
+    sizes = {"n_layer": 4, "n_head": 12, "n_embd": 768, "vocab_size": 50, "n_positions": 64}
+    model = tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    names, gone, ids = [f"transformer.h.{i}.attn" for i in range(4)], [0, 3, 5], torch.randint(0, 50, (2, 20))
+    with torch.no_grad():
+        for weight in (p for p in model.parameters() if p.ndim > 1):
+            weight.normal_(0, 0.3)
+        for name in names:
+            model.get_submodule(name).c_proj.weight.view(12, 64, 768)[gone] = 0
+        before = model(ids).logits
+        proof = hp.prune(model, dict.fromkeys(names, gone), {"input_ids": ids})
+        after = model(ids).logits
+    assert 1e-10 < proof.difference <= proof.tolerance
+    assert after.dtype == torch.float32
+    assert (after - before).abs().max() <= proof.tolerance * before.abs().max()
 
 
 class Growing(Model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from headprune.attention import Heads, Layers
 from headprune.errors import HeadPruneError, first_line
 from headprune.gates import mask
-from headprune.inputs import Example, call, does_not_run, model_device, seeded, tensors, widened
+from headprune.inputs import Example, call, does_not_run, map_tensors, model_device, seeded, tensors, widened
 from headprune.running import attributes_kept, exact_attention
 from headprune.surgery.evidence import Bounds, Prompt, Seen, differing, gap, largest, watching
 from headprune.surgery.removal import Removal, cut, left_as_ghosts, snapshot, ways
@@ -130,12 +131,48 @@ def prove(
         keep: Leave the heads removed; else the model is unchanged.
 
     Returns:
-        The removal, what was compared, and "". If no way passes: the last that failed, and why it is not exact; the
-        model is unchanged.
+        The removal, what was compared, and "". If no way passes: the one that came nearest, and why it is not exact;
+        the model is unchanged.
     """
     heads, tolerance = {layer.name: drop[layer.name] for layer in touched}, tolerance_of(model)
+    tried = _try_ways(model, touched, heads, inputs, layers, tolerance, keep=keep)
+    _, proof, failure = tried
+    if not failure or not 0 < proof.difference <= tolerance or (wide := _in_float64(model)) is None:
+        return tried
+    # So near in all outputs, it may be the rounding of a deep model: then the difference goes in float64.
+    removal, _, still = _try_ways(
+        wide, touched, heads, [[*map(_doubled, some)] for some in inputs], layers, tolerance, keep=False
+    )
+    if still:
+        return tried
+    if keep:
+        cut(model, removal)
+    return removal, proof, ""
+
+
+def _in_float64(model: nn.Module) -> nn.Module | None:
+    """A copy of a float32 model in float64; None if there is none: other types, weights that are elsewhere, no memory."""
+    floats = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    if any(t.dtype != torch.float32 or t.is_meta for t in floats):
+        return None
+    try:
+        return copy.deepcopy(model).double()
+    except Exception:  # such as memory that runs out, or what cannot be copied
+        return None
+
+
+def _doubled(batch: Example) -> Example:
+    """An input in float64."""
+    wide = map_tensors(batch, lambda t: t.double() if t.is_floating_point() else t)
+    return Prompt(wide) if isinstance(batch, Prompt) else cast(Example, wide)
+
+
+def _try_ways(
+    model: nn.Module, touched: Layers, heads: Heads, inputs: Inputs, layers: Layers, tolerance: float, *, keep: bool
+) -> tuple[Removal, Proof, str]:
+    """As `prove`, in the model's own type."""
     reference, known = references(model, inputs, heads, layers), Changes()
-    restore = snapshot(model)
+    restore, least = snapshot(model), math.inf
     for removal in ways(touched, heads):
         try:
             difference, failure = _compare(model, removal, reference, tolerance, known)
@@ -144,9 +181,10 @@ def prove(
         except BaseException:  # an interrupt must not leave half a prune either
             restore()
             raise
-        if failure != _SAME:
-            proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, drop))
-            tried = removal, proof, failure
+        proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, heads))
+        off = difference or math.inf  # it did not run, or was tried before
+        if not failure or (failure != _SAME and off <= least):
+            tried, least = (removal, proof, failure), off
         if not failure:
             break
     return tried
