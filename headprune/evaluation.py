@@ -327,9 +327,9 @@ def compare(dense: Measurement, pruned: Measurement, metric: str | None = None) 
 
 def verdict_of(low: float, high: float, higher: bool) -> str:
     """The verdict on a change with this interval; ``higher``: whether a higher metric is better."""
-    if low <= 0 <= high:
-        return "no measurable change"
-    return "better" if (low > 0) == higher else "worse"
+    if low > 0 or high < 0:  # not of NaN
+        return "better" if (low > 0) == higher else "worse"
+    return "no measurable change"
 
 
 @dataclass(frozen=True)

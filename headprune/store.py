@@ -3,8 +3,8 @@
 A `Store` is the cache within a run, lets an interrupted run resume, and gives several processes the same result. A scoring method, a
 search and a whole run use it in the same way::
 
-    def prune_run(config, folder, ui):
-        model, data, work = ..., ..., folder.store(ui.say)
+    def prune_run(config, folder, console):
+        model, data, work = ..., ..., folder.store(console.say)
         known = work.keyed("score", model, data, config.scoring)                # key: all that the scores depend on
         scores = [known.get(m, partial(score, model, data.score, m, work=work)) for m in config.methods]
         store = work.keyed("prune", model, data, config, scores)                # key: all that the rest depends on

@@ -40,6 +40,18 @@ def flipped(n: int, lost: int, gained: int) -> Change:
     return compare(measured(dense), measured(pruned), "accuracy")
 
 
+@pytest.mark.parametrize("metric", ["pearson", "wer"])  # of which higher and lower values are better
+def test_what_is_not_known_is_no_change(metric: str) -> None:
+    one = measured(np.ones(3))
+    one.metrics[metric], one.jackknife[metric] = (
+        math.nan,
+        hp.metrics.metric_named(metric).jackknife(np.full(3, math.nan)),
+    )
+    with np.testing.suppress_warnings() as quiet:
+        quiet.filter(RuntimeWarning)
+        assert compare(one, one, metric).verdict == OTHER
+
+
 def test_verdicts() -> None:
     same = measured(np.random.default_rng(0).random(200) > 0.2)
     change = compare(same, same, "accuracy")

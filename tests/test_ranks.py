@@ -308,6 +308,9 @@ def test_what_several_processes_prune_and_train(processes: Processes, here: Path
     assert "Report: reports/m-1/report.md" in first["stdout"]
     assert [(d["stdout"], d["stderr"]) for d in others] == [("", "")] * 2
     same_folders(alone / "reports", here / "reports")
+    first, other = processes.run({"cwd": str(here), "size": 2, "arguments": ["prune", "--keep", "3", "--dry-run"]})
+    assert (first["status"], other["status"]) == (0, 0), first["stderr"]
+    assert "orders that were made for reports/m-1" in first["stderr"]
     first, *others = processes.run({"cwd": str(here), "size": 2, "arguments": TUNE})
     assert [d["status"] for d in (first, *others)] == [0] * 2, first["stderr"]
     same_training(alone, here)

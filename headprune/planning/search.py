@@ -235,6 +235,7 @@ def _share(runner: Runner, examples: int | None) -> float:
 
 def _calibration_of(search: Search) -> Calibration:
     """The search's calibration, measured, so that passes are counted from here on."""
-    assert search.calibration is not None
-    assert search.calibration.statistics is not None
+    if search.calibration is None:
+        raise HeadPruneError("This strategy runs the model, but got none.", "Give Search a calibration.")
+    _ = search.calibration.statistics
     return search.calibration

@@ -110,7 +110,7 @@ class Search:
         progress: Called as work goes on.
         model: For strategies that run it: in evaluation mode, on its device, never changed.
         batches: Labelled batches to score or to compare on (the scoring part of the data).
-        calibration: Of the repair that will follow, if any: strategies that run the model measure it repaired.
+        calibration: Of the repair that will follow, for strategies that run the model: they measure it repaired.
         store: Keeps what strategies measure.
         effort: How much work it may do.
         loss_fn: As for `headprune.score`: for batches that are pairs ``(inputs, labels)``.

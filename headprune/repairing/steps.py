@@ -75,8 +75,10 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
                     step = gauss_newton(answers, places)
     except HeadPruneError as error:
         return f"{NOT_FITTED}: {error.args[0]}"
-    except (RuntimeError, MemoryError) as error:  # of a batch's answers there are several copies
-        if not is_out_of_memory(error):
+    except (RuntimeError, MemoryError) as error:
+        if not (
+            _has_several(calibration) and is_out_of_memory(error)
+        ):  # then there are several copies of a batch's answers
             raise
         return f"{NOT_FITTED}: memory ran out. Smaller batches need less."
     return NO_GAIN if step is None else start.moved(step)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,7 @@ LAYERS, COARSEST = 10, 0.2
 # If heads hardly matter, as after a repair, outputs may differ by no more than this share of the tolerance. In half
 # precision (tolerances from HALF up), rounding in a deep model exceeds that: there, the layers' outputs are the proof.
 FINEST, HALF = 0.2, 1e-3
+MOST_COPIED = 4e9  # bytes of the largest float32 model that is copied in float64, which takes twice as many
 
 
 def tolerance_of(model: nn.Module) -> float:
@@ -135,30 +137,33 @@ def prove(
         the model is unchanged.
     """
     heads, tolerance = {layer.name: drop[layer.name] for layer in touched}, tolerance_of(model)
-    tried = _try_ways(model, touched, heads, inputs, layers, tolerance, keep=keep)
+    # With the full tolerance, heads that hardly matter would pass whatever is done to them.
+    least = tolerance * (FINEST if tolerance < HALF else 1)
+    attempt = partial(_try_ways, heads=heads, layers=layers, touched=touched, tolerance=tolerance)
+    tried = attempt(model, ways(touched, heads), inputs, least, keep=keep)
     _, proof, failure = tried
-    if not failure or not 0 < proof.difference <= tolerance or (wide := _in_float64(model)) is None:
-        return tried
-    # So near in all outputs, it may be the rounding of a deep model: then the difference goes in float64.
-    removal, _, still = _try_ways(
-        wide, touched, heads, [[*map(_doubled, some)] for some in inputs], layers, tolerance, keep=False
-    )
-    if still:
-        return tried
-    if keep:
-        cut(model, removal)
-    return removal, proof, ""
+    # An output that differs by less than the tolerance may do so by rounding: then the difference is gone in float64.
+    if failure and keep and least < proof.difference <= tolerance:
+        wide_attempt = partial(attempt, removals=ways(touched, heads), least=least, keep=False)
+        if (exact := _exact_in_float64(model, inputs, wide_attempt)) is not None:
+            again = attempt(model, [exact], inputs, tolerance, keep=True)
+            return tried if again[2] else again
+    return tried
 
 
-def _in_float64(model: nn.Module) -> nn.Module | None:
-    """A copy of a float32 model in float64; None if there is none: other types, weights that are elsewhere, no memory."""
-    floats = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    if any(t.dtype != torch.float32 or t.is_meta for t in floats):
+def _exact_in_float64(
+    model: nn.Module, inputs: Inputs, attempt: Callable[..., tuple[Removal, Proof, str]]
+) -> Removal | None:
+    """The first removal that passes the proof on a copy of a float32 model in float64; None if none does, or if there is no such copy."""
+    held = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    if any(t.dtype != torch.float32 or t.is_meta for t in held) or sum(t.nbytes for t in held) > MOST_COPIED:
         return None
     try:
-        return copy.deepcopy(model).double()
-    except Exception:  # such as memory that runs out, or what cannot be copied
+        wide = copy.deepcopy(model).double()
+        removal, _, failure = attempt(wide, inputs=[[*map(_doubled, some)] for some in inputs])
+    except Exception:  # what cannot be copied, computes in float32 by itself, or needs more memory than there is
         return None
+    return None if failure else removal
 
 
 def _doubled(batch: Example) -> Example:
@@ -168,23 +173,24 @@ def _doubled(batch: Example) -> Example:
 
 
 def _try_ways(
-    model: nn.Module, touched: Layers, heads: Heads, inputs: Inputs, layers: Layers, tolerance: float, *, keep: bool
-) -> tuple[Removal, Proof, str]:
-    """As `prove`, in the model's own type."""
+    model: nn.Module, removals: Iterable[Removal], inputs: Inputs, least: float, *, heads: Heads, layers: Layers, touched: Layers,
+    tolerance: float, keep: bool,
+) -> tuple[Removal, Proof, str]:  # fmt: skip
+    """As `prove`, by the given removals; ``least`` as in `_compare`."""
     reference, known = references(model, inputs, heads, layers), Changes()
-    restore, least = snapshot(model), math.inf
-    for removal in ways(touched, heads):
+    restore, nearest = snapshot(model), math.inf
+    for removal in removals:
         try:
-            difference, failure = _compare(model, removal, reference, tolerance, known)
+            difference, failure = _compare(model, removal, reference, tolerance, least, known)
             if failure or not keep:
                 restore()
         except BaseException:  # an interrupt must not leave half a prune either
             restore()
             raise
-        proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, heads))
         off = difference or math.inf  # it did not run, or was tried before
-        if not failure or (failure != _SAME and off <= least):
-            tried, least = (removal, proof, failure), off
+        if not failure or (failure != _SAME and off <= nearest):
+            proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, heads))
+            tried, nearest = (removal, proof, failure), off
         if not failure:
             break
     return tried
@@ -194,11 +200,12 @@ Changes = set[tuple[str, ...]]
 
 
 def _compare(
-    model: nn.Module, removal: Removal, reference: list[Reference], tolerance: float, known: Changes
+    model: nn.Module, removal: Removal, reference: list[Reference], tolerance: float, least: float, known: Changes
 ) -> tuple[float, str]:
     """Remove heads, and compare the model with the masked one.
 
     Args:
+        least: The tolerance where the heads hardly change an output.
         known: The changes of all removals that were tried before; those of this one are added.
 
     Returns:
@@ -206,8 +213,6 @@ def _compare(
     """
     worst, shape = 0.0, "the pruned model's outputs have another shape"
     differ = "its outputs differ from the masked model's by {:.2g} of their largest value"
-    # With the full tolerance, heads that hardly matter would pass whatever is done to them.
-    least = tolerance * (FINEST if tolerance < HALF else 1)
     try:
         if (changes := cut(model, removal)) in known:
             return worst, _SAME

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -73,7 +73,9 @@ def cost_of_scores(scene: Scene) -> Cost:
 
 def cost_of_pruning(scene: PruneScene) -> Cost:
     """The cost of `prune_run`."""
-    config, parts, trials, methods = scene.config, scene.parts, scene.trials, scene.config.methods_to_score
+    config, parts, methods = scene.config, scene.parts, scene.config.methods_to_score
+    # Its own: one process makes this estimate alone, and the scene's may wait for the others.
+    trials = replace(scene, known=None).trials
     batches = list(parts.score.batches())
     forward, back = _pace(scene.model, batches)
     choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
