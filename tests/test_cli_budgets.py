@@ -61,13 +61,13 @@ def test_flops_and_max_drop(scored: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert metrics["planning"]["work"]["re-scored"]["flops"] > 0
     assert "- **re-scored:** In steps" in Path("flops/report.md").read_text()
     told: list[str] = []
-    whole = hp.trials.checked_repair
+    whole = hp.plan_search.checked_repair
 
     def checked_repair(calibration: Any, drop: Any, choose: Any) -> Any:
         told.append(json.dumps(drop, sort_keys=True))
         return whole(calibration, drop, choose)
 
-    monkeypatch.setattr(hp.trials, "checked_repair", checked_repair)
+    monkeypatch.setattr(hp.plan_search, "checked_repair", checked_repair)
     run("prune", "--max-drop", "0.9", "-s", "per-layer", "-o", "drop", "--scores", scored, "-q")
     budget = budget_of(Path("drop"))
     assert told.count(json.dumps(budget["drop"], sort_keys=True)) >= 2
