@@ -76,9 +76,8 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
     except HeadPruneError as error:
         return f"{NOT_FITTED}: {error.args[0]}"
     except (RuntimeError, MemoryError) as error:
-        if not (
-            _has_several(calibration) and is_out_of_memory(error)
-        ):  # then there are several copies of a batch's answers
+        # Where an example has several answers, there are several copies of a batch's.
+        if not _has_several(calibration) or not is_out_of_memory(error):
             raise
         return f"{NOT_FITTED}: memory ran out. Smaller batches need less."
     return NO_GAIN if step is None else start.moved(step)

@@ -144,8 +144,8 @@ def prove(
     _, proof, failure = tried
     # An output that differs by less than the tolerance may do so by rounding: then the difference is gone in float64.
     if failure and keep and least < proof.difference <= tolerance:
-        wide_attempt = partial(attempt, removals=ways(touched, heads), least=least, keep=False)
-        if (exact := _exact_in_float64(model, inputs, wide_attempt)) is not None:
+        attempt_any = partial(attempt, removals=ways(touched, heads), least=least, keep=False)
+        if (exact := _exact_in_float64(model, inputs, attempt_any)) is not None:
             again = attempt(model, [exact], inputs, tolerance, keep=True)
             return tried if again[2] else again
     return tried
