@@ -10,17 +10,18 @@ flaw of them all: nothing tells what earlier layers have lost already, nor what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
-from baselines import Baseline, Batches, Layers, _bias, _weight, applied, least, method, michel, shuffled
+from baselines import Baseline, Batches, Layers, _bias, _stack, _weight, applied, least, method, michel, shuffled
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads
 from headprune.inputs import call, inputs_of
-from headprune.running import evaluating, exact_attention
+from headprune.running import evaluating, exact_attention, quiet
 
 RIDGE = 1e-3  # GRAIL's --ridge_lambda
 DAMPING = 1e-2  # OSSCAR's --lambda2
@@ -51,8 +52,7 @@ def watch(
 
     def seen(layer: AttentionLayer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rows = list(args[0])
-            take(layer, rows if mask is None else [row[real] for row, real in zip(rows, mask.bool(), strict=True)])
+            take(layer, _real(args[0], mask))
             nonlocal runs
             runs += 1
             if runs == most:
@@ -70,6 +70,12 @@ def watch(
             with suppress(_EnoughError):
                 call(model, inputs_of(model, batch))
             most = runs
+
+
+def _real(inputs: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """Each example's rows that are no padding."""
+    rows = list(inputs)
+    return rows if mask is None else [row[real] for row, real in zip(rows, mask.bool(), strict=True)]
 
 
 def sequential(
@@ -92,6 +98,10 @@ def sequential(
     """
     drop: Heads = {}
     outputs: dict[str, tuple[Tensor, Tensor | None]] = {}
+    try:
+        walk = _Walk(model, batches, layers)
+    except ValueError:
+        walk = None
     for layer in layers:
         output = _output(model, layer)
         weight: Tensor = _weight(output).detach()
@@ -102,7 +112,10 @@ def sequential(
             gram += every.T @ every
 
         with applied(model, layers, Baseline(drop, outputs=outputs)):
-            watch(model, batches, [layer], add)
+            if walk is None:
+                watch(model, batches, [layer], add)
+            else:
+                walk.watch(layer, add)
         gone = sorted(choose(layer, weight, gram))
         kept = [h for h in range(layer.num_heads) if h not in gone]
         if gone:
@@ -113,7 +126,57 @@ def sequential(
             bias: Any = output.bias if extra is None else (_bias(output) + extra).detach()
             new = refit(weight, gram, _columns(layer, kept)) if refit and kept else weight
             outputs = {**outputs, layer.output_projection.module: (new.to(weight), bias)}
+        if walk is not None:
+            with applied(model, layers, Baseline(drop, outputs=outputs)):
+                walk.go_on()
     return Baseline(drop, outputs=outputs)
+
+
+class _Walk:
+    """A walk through a model's blocks, with what enters the next one, for each batch.
+
+    It costs about two passes, where one from the start to every layer costs half as many passes as there are layers.
+
+    Raises:
+        ValueError: The model is not known to be a stack of blocks that run once.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches, layers: Layers) -> None:
+        with torch.no_grad(), quiet(model):
+            self.blocks, self.hidden = _stack(model, batches, layers)
+        if any(len(block.calls) != len(batches) for block in self.blocks):
+            raise ValueError("a block runs several times")
+        self.model, self.masks = model, [batch.get("attention_mask") for batch in batches]
+
+    def watch(self, layer: AttentionLayer, take: Callable[[AttentionLayer, list[Tensor]], None]) -> None:
+        """As the function `watch`, for the layer of the next block."""
+
+        masks = iter(self.masks)
+
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            take(layer, _real(args[0], next(masks)))
+            raise _EnoughError
+
+        handle = self.blocks[0].output.register_forward_pre_hook(hook)
+        for run in self._runs():
+            with suppress(_EnoughError):
+                run()
+        handle.remove()
+
+    def go_on(self) -> None:
+        """Run the next block as the model is now."""
+        self.hidden = [run() for run in self._runs()]
+        del self.blocks[0]
+
+    def _runs(self) -> Iterator[Callable[[], Tensor]]:
+        block = self.blocks[0]
+
+        def run(hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            with torch.no_grad(), quiet(self.model):
+                output = block.module(hidden, *args, **kwargs)
+            return output[0] if isinstance(output, tuple) else output
+
+        return (partial(run, x, *rest) for x, rest in zip(self.hidden, block.calls, strict=True))
 
 
 # -- FLAP --------------------------------------------------------------------------------------
