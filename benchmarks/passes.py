@@ -30,8 +30,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from headprune.app import demo
-from headprune.app.console import Console
 from headprune.cli import app
+from headprune.cli.terminal import Console
 
 UNITS = {"s": 1, "min": 60, "h": 3600}
 TOLD = re.compile(r"Roughly ([\d.]+) (\w+): ([\d,]+) forward passes")

@@ -285,7 +285,7 @@ WRAPPED.__context__ = FULL
 def test_a_stdout_that_takes_nothing(error: OSError, bert_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`> /dev/full` and `| head`: no traceback, whether the document is a result or an error."""
 
-    monkeypatch.setattr("headprune.app.console.Console.document", Mock(side_effect=error))
+    monkeypatch.setattr("headprune.cli.terminal.Console.document", Mock(side_effect=error))
     for command in (["inspect", bert_folder, "--json"], ["inspect", "", "--json"], ["inspect", "--json"]):
         result = invoke(*map(str, command))
         assert result.exit_code == (2 if command == ["inspect", "--json"] else 1)

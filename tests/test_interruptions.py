@@ -248,7 +248,7 @@ def test_who_reads_the_first_line_only_interrupts_nothing(here: Path, monkeypatc
 
     with monkeypatch.context() as patch:
         for name in ("print_scores", "print_pruned"):
-            patch.setattr(f"headprune.cli.tables.{name}", Mock(side_effect=BrokenPipeError()))
+            patch.setattr(f"headprune.cli.terminal.{name}", Mock(side_effect=BrokenPipeError()))
         run(*SCORE, code=1)
         assert not list((here / "reports").rglob(".*"))
         run("prune", "-k", "2", "-s", "one-shot", "--no-repair", code=1)

@@ -19,10 +19,10 @@ import pytest
 from rich.console import Console as RichConsole
 
 import headprune as hp
-from headprune.app.console import Console
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.results import time_parts
-from headprune.cli import tables
+from headprune.cli import terminal
+from headprune.cli.terminal import Console
 from headprune.timing import PARTS
 from tests.support import documents
 from tests.support.commands import Silent
@@ -571,8 +571,8 @@ def shown(folder: Path, width: int) -> str:
     run = RunFolder(folder)
     metrics = run.read_metrics()
     assert metrics is not None
-    tables._print_summary(console, run.read_run(), metrics)
-    tables.print_times(console, metrics.latency.rows)
+    terminal._print_summary(console, run.read_run(), metrics)
+    terminal.print_times(console, metrics.latency.rows)
     told: str = console.out.file.getvalue()  # type: ignore[attr-defined]
     return told
 

@@ -20,7 +20,7 @@ from headprune.cli.session import Manner, fail, run, session
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
-    from headprune.app.console import Console as Console
+    from headprune.cli.terminal import Console as Console
 else:
     Console = Manner  # a command's console is made from these options
 
@@ -41,7 +41,7 @@ class Commands(typer.core.TyperGroup):
 def _say_misused(error: Any, as_json: bool) -> int:
     """Report a usage error; the exit status."""
     if as_json:
-        from headprune.app.console import Console
+        from headprune.cli.terminal import Console
 
         message = f"{error.format_message().rstrip('.')}."
         fail(Console(as_json=True), HeadPruneError(message, "`headprune COMMAND --help` lists what it takes."))

@@ -1,4 +1,4 @@
-"""The commands `headprune inspect`, `show`, `bench`, `methods` and `demo`, which need no scores and no earlier run."""
+"""The commands that look at what is there, and prune nothing: `headprune inspect`, `show`, `bench`, `evaluate`, `compare`, `methods`; and `demo`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headprune.app.options import DataOptions, Device, LoadOptions, Options
-from headprune.cli import tables
+from headprune.app.options import DataOptions, Device, LoadOptions, MetricOptions, Options, TaskOptions
+from headprune.cli import terminal
 from headprune.cli.app import Console, Model, Overwrite, Seed, Typed, command, numbers_in, output_option
 from headprune.errors import HeadPruneError
 
 if TYPE_CHECKING:
+    from headprune.app.comparison import RunComparison
     from headprune.app.documents import Heads
 
 _PICTURES = (".png", ".svg", ".pdf")
 _LIMIT = 64
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 
 
 @command("`headprune inspect openai-community/gpt2`")
@@ -31,7 +33,7 @@ def inspect(model: Model, loading: LoadOptions, console: Console) -> None:
     loaded = load_model(model, loading, with_processor=False, any_task=True)
     console.say(*loaded.notes)
     layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
-    tables.print_layers(console, type(loaded.model).__name__, layers)
+    terminal.print_layers(console, type(loaded.model).__name__, layers)
     console.document({"model": model, "layers": [layer.to_json() for layer in layers]})
 
 
@@ -147,7 +149,7 @@ def bench(
         raise HeadPruneError(f"Only one of {dense} and {pruned} is for another engine.", "Export both, or neither.")
     with console.track("timing") as progress:
         rows = bench_files(files, sizes, tokens, progress=progress)
-    tables.print_times(console, rows)
+    terminal.print_times(console, rows)
     console.document({"rows": [row.to_json() for row in rows]})
 
 
@@ -182,10 +184,69 @@ def _bench_models(
         console.say(f"Where the time goes is not known: {error.args[0]}")
     generation = results.time_generation(models, inputs[: len(sizes)], console)
     before, after = (latency.parameters(loaded.model) for loaded in (first, second))
-    tables.print_times(console, rows, parts, generation)
+    terminal.print_times(console, rows, parts, generation)
     console.result(f"Parameters: {before:,} and {after:,} ({after / before - 1:+.1%})")
     measured = {"rows": rows, "time": parts, "generation": generation}
     console.document({name: [documents.to_json(row) for row in each] for name, each in measured.items() if each})
+
+
+@command("`headprune evaluate openai-community/gpt2 reports/gpt2-1 -d data/test.jsonl --tasks hellaswag,arc_easy`")
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL…", help="Models, run folders, and files that `headprune export` wrote."),
+    ],
+    data: DataOptions,
+    loading: LoadOptions,
+    measuring: MetricOptions,
+    tasks: TaskOptions,
+    console: Console,
+    seed: Seed = 0,
+) -> None:
+    """Measure models on the same examples, and compare the others with the first; nothing is pruned."""
+    from headprune import documents
+    from headprune.app.measuring import measure_models
+
+    measured = measure_models(models, replace(data, seed=seed), loading, measuring, tasks, console)
+    for table in measured:
+        terminal.print_values(console, table)
+    console.document({"models": list(models), "tables": [documents.to_json(table) for table in measured]})
+
+
+@command("`headprune compare reports/gpt2-1 reports/gpt2-2`")
+def compare(first: _Run, second: _Run, console: Console) -> None:
+    """Compare two runs of `prune`: options, metrics (paired where they report on the same examples), speed and size."""
+    from headprune import documents
+    from headprune.app.comparison import compare_runs
+    from headprune.app.runs import RunFolder
+
+    comparison = compare_runs(RunFolder(first), RunFolder(second))
+    _print_comparison(console, comparison)
+    console.document(documents.to_json(comparison))
+
+
+def _print_comparison(console: Console, comparison: RunComparison) -> None:
+    from headprune import amounts
+    from headprune.app.report import numbers
+    from headprune.app.report.content import Table
+
+    metric, rows = comparison.metric, []
+    for m in comparison.models:
+        speed = f"{numbers.ratio(m.speedup)} at {numbers.shape(m)}" if m.speedup else ""
+        size = numbers.with_more(f"{m.parameters:,}", amounts.size(m.weights, 3) if m.weights else "")
+        rows.append((m.run, m.name, str(m.kept), numbers.interval(m.measured, metric), speed, size))
+    head = ["run", "model", "heads", f"{metric} (95 %)", "speed-up over its dense model (95 %)", "parameters"]
+    terminal.print_table(console, "Both runs", Table(head, rows))
+    changes = [
+        (p.first, p.second, numbers.change(p.change, metric), "yes" if p.paired else "no", p.change.verdict)
+        for p in comparison.pairs
+    ]
+    head = ["of the first run", "of the second run", "change (95 %)", "paired", "verdict"]
+    terminal.print_table(console, f"Change of {metric} from the first run to the second", Table(head, changes))
+    options = [(name, *both) for name, both in comparison.options.items()]
+    terminal.print_table(console, "Options that differ", Table(("option", *comparison.runs), options))
+    for note in comparison.notes:
+        console.result(note)
 
 
 @command("`headprune score MODEL -d DATASET --method fisher --method random`")
@@ -203,7 +264,7 @@ def methods(console: Console) -> None:
     }
     titles = ("Scoring methods", "Strategies: how heads are picked", "Formats of `headprune export --to`")
     for title, rows in zip(titles, lists.values(), strict=True):
-        tables.print_table(console, title, Table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
+        terminal.print_table(console, title, Table(tuple(rows[0]), [tuple(row.values()) for row in rows]))
     console.document(lists)
 
 
@@ -226,7 +287,7 @@ def demo(
     folder = runs.RunFolder(output or room.REPORT)
     if room.was_run(folder) and not overwrite:
         console.result(f"The demo has been run: {folder.report_path}\nAgain: headprune demo --overwrite")
-        tables.print_document(console, folder)
+        terminal.print_document(console, folder)
         return
     # reports/demo belongs to the demo, so it may be replaced.
     choose = partial(runs.choose_folder, folder.path, "digits", overwrite or output is None, key)
@@ -241,5 +302,5 @@ def demo(
         search = SearchOptions(tuple(budget_of(f"keep {keep}") for keep in room.KEEP))
         config = PruneConfig(options, search, methods=DEFAULT_METHODS)
         prune_run(config, folder, console)
-    tables.print_scores(console, folder.read_scores())
-    tables.print_pruned(console, folder)
+    terminal.print_scores(console, folder.read_scores())
+    terminal.print_pruned(console, folder)

@@ -12,7 +12,7 @@ import typer
 
 from headprune.app.options import DataOptions, LoadOptions, MetricOptions, Options, TaskOptions
 from headprune.budgets import BUDGETS, Budget, SearchOptions
-from headprune.cli import tables
+from headprune.cli import terminal
 from headprune.cli.app import Console, Distil, Model, NoResume, Overwrite, Seed, Typed, command, output_option, over
 from headprune.errors import HeadPruneError, ScoresError
 
@@ -70,12 +70,12 @@ def score(
         opened = scene.open_scene(options, console, labelled=None)
         path = choose().path
         doing = f"score by {', '.join(methods)} and write {path}"
-        tables.print_dry_run(console, opened, methods, path, doing, cost.cost_of_scores(opened).line)
+        terminal.print_dry_run(console, opened, methods, path, doing, cost.cost_of_scores(opened).line)
         return
     with runs.claimed(choose, key, runs.command_line(), resume=not writing.no_resume, say=console.say) as folder:
         scores = score_run(options, folder, console)
     # The work is done, so a closed pipe (`| head`) does not interrupt it.
-    tables.print_scores(console, scores)
+    terminal.print_scores(console, scores)
     console.result(f"\nReport: {folder.report_path}\nPage:   {folder.page_path}")
     console.result(f"Next:   headprune prune --keep 50% -o {folder.path}")
     console.document({"folder": str(folder.path), "scores": [s.to_json() for s in scores]})
@@ -214,7 +214,7 @@ def prune(
         console.say(f"The scores in {source.path} are left aside. {error.args[0]}")
         folder = _run(configure(None), writing, key, console)
     if folder is not None:
-        tables.print_pruned(console, folder)
+        terminal.print_pruned(console, folder)
 
 
 def _read_plan(file: Path | None, typed: Typed) -> PruningPlan | None:
@@ -320,10 +320,10 @@ def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
     if config.source is None and config.needs_scores:
         scene = open_to_prune(config, console)
         doing = f"score, then prune and write {folder.path}"
-        tables.print_dry_run(console, scene, config.methods, folder.path, doing, cost.cost_of_pruning(scene).line)
+        terminal.print_dry_run(console, scene, config.methods, folder.path, doing, cost.cost_of_pruning(scene).line)
         return
     scene, result = plan_run(config, console)
-    tables.print_plans(console, result.fits, scene.scores)
+    terminal.print_plans(console, result.fits, scene.scores)
     console.document({"folder": str(folder.path), "plans": [fit.plan.to_json() for fit in result.fits]})
     console.result(f"Would prune and write {folder.path}. Nothing was written.")
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from headprune.app.options import DataOptions, Device, FinetuneOptions, LoadOptions, Mixture, Options, TaskName, Trust
-from headprune.cli import tables
+from headprune.cli import terminal
 from headprune.cli.app import Console, Model, NoResume, Overwrite, Saved, Typed, command, output_option, over
 from headprune.errors import HeadPruneError
 
@@ -55,9 +55,9 @@ def finetune(
     choose = partial(room.choose_folder, output, overwrite, key)
     with runs.claimed(choose, key, runs.command_line(), resume=not no_resume, say=console.say) as folder:
         record = room.finetune_run(source, options, training, train_limit, folder, console)
-    tables.print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
+    terminal.print_table(console, "Dense, pruned and fine-tuned, on the reporting part", finetune_table(record))
     console.result(f"Training: {record.changes['gain'].verdict}.\n\nReport: {output / room.REPORT}\nModel:  {output}")
-    tables.print_loading(console, output)
+    terminal.print_loading(console, output)
     console.document({"folder": str(output), **record.to_json()})
 
 

@@ -19,7 +19,7 @@ from headprune.amounts import in_line
 from headprune.errors import HeadPruneError, Stopped, explained, first_line
 
 if TYPE_CHECKING:
-    from headprune.app.console import Console
+    from headprune.cli.terminal import Console
 
 
 _LINGER = 0.5  # seconds that other ranks stay after a signal to all: a rank that is gone by then was the cause
@@ -45,7 +45,7 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
     Raises:
         typer.Exit: With the exit code, after any error; its message has been printed.
     """
-    from headprune.app.console import Console
+    from headprune.cli.terminal import Console
 
     others = isinstance(sys.stderr, NullOutput)
     if others and not shared:
