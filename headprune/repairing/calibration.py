@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads, Layers
+from headprune.batches import is_out_of_memory
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.inputs import gathered, model_device
@@ -22,7 +23,7 @@ from headprune.repairing.directions import Directions, find_directions, refittab
 from headprune.repairing.examples import DenseAnswers, dense_answers, mixed_texts
 from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, is_transposed, output_projections
 from headprune.repairing.results import LayerFit, NewWeights
-from headprune.repairing.runner import Runner
+from headprune.repairing.runner import Calls, Runner
 from headprune.running import Progress, exact_attention
 
 _MIXTURES, _MOST_EXAMPLES = 2, 4096  # at most: mixtures per example; examples and mixtures together
@@ -97,7 +98,7 @@ class Calibration:
             return 0.0
         mixtures = mixed_texts(self.runner.batches, self.runner.rows, self.mixtures, 0)
         times = sum(len(each.firsts) for each in mixtures) / self.runner.examples
-        return bool(self.share) + times + (3 + self.share) * (1 + times)
+        return bool(self.share) + (3 + self.share) * (1 + times)
 
     @property
     def share(self) -> int:
@@ -114,6 +115,9 @@ class Calibration:
                 runner.add_mixtures(self.mixtures)
             directions = find_directions(runner)
             moments = _sum_moments(runner, directions, self.progress) if wanted else {}
+            if moments is None:  # the model gives no answer to a mixture
+                runner.mixtures = ()
+                moments = _sum_moments(runner, directions, self.progress) or {}
         return Statistics(directions, moments, runner.passes - before)
 
     @cached_property
@@ -146,13 +150,14 @@ class Calibration:
 
         The inputs are widened by what every head attends to along the first head_dim directions.
         """
-        calls = self.runner.slopes(index)
+        rest: Calls = {}
+        calls = self.runner.slopes(index, rest)
         xs = {name: [x for x, _, _ in own] for name, own in calls.items()}
         if self.values:
             batch = self.runner.batches[index]
             ys = {name: [y for _, y, _ in own] for name, own in calls.items()}
             with torch.no_grad(), self.runner.deterministic_eval():
-                xs = self.statistics.directions.widened(batch, xs, ys, list(xs), shares=1)
+                xs = self.statistics.directions.widened(batch, xs, ys, list(xs), rest, shares=1)
             self.runner.count(self.runner.rows.size(batch))
         slopes = {name: [slope for _, _, (slope,) in own] for name, own in calls.items()}
         return {name: list(zip(xs[name], own, strict=True)) for name, own in slopes.items()}
@@ -250,17 +255,26 @@ def _keep_refittable_values(runner: Runner, notes: list[str]) -> None:
         runner.projections = [replace(p, values=None) for p in runner.projections]
 
 
-def _sum_moments(runner: Runner, directions: Directions, progress: Progress | None) -> dict[str, Moments]:
-    """The sums over the tokens of all examples and mixtures."""
+def _sum_moments(runner: Runner, directions: Directions, progress: Progress | None) -> dict[str, Moments] | None:
+    """The sums over the tokens of all examples and mixtures, and `Runner.dense_answers`; None if a mixture gets no answer."""
     device, batches = None if is_offloaded(runner.model) else model_device(runner.model), runner.everything
     sums = {p.name: Moments(len(p.weight) + directions.more(p), p.weight.shape[1], device) for p in runner.projections}
 
-    def add(i: int) -> None:
-        xs, ys, token_weights = runner.recorded_with_weights(i)
+    def add(i: int) -> tuple[bool, Tensor | None]:
+        rest: Calls = {}
+        mixed = i >= len(runner.batches)
+        try:
+            xs, ys, token_weights, answers = runner.recorded_with_weights(i, rest)
+        except Exception as error:  # a model may want a certain end of a text, and raise anything
+            if not mixed or is_out_of_memory(error):
+                raise
+            return False, None
+        if mixed and answers is None:
+            return False, None
         folds: dict[Any, list[Tensor]] = {}
         finite: dict[str, Tensor] = {}  # read for all layers at once, since every read waits for the GPU
         for names in directions.in_parts(xs):
-            wide = directions.widened(batches[i], xs, ys, names)
+            wide = directions.widened(batches[i], xs, ys, names, rest)
             for name in names:
                 for x, y, token_weight in zip(wide[name], ys[name], token_weights[name], strict=True):
                     kind = runner.layer(name).kind
@@ -275,11 +289,16 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
         for name, fine in zip(finite, gathered([*finite.values()]).tolist() if finite else (), strict=True):
             if not fine:
                 raise _not_finite(runner.layer(name), "what goes through its output projection is")
+        return True, answers
 
-    runner.share("statistics", [partial(add, i) for i in range(len(batches))], batches, progress)
+    added = runner.share("statistics", [partial(add, i) for i in range(len(batches))], batches, progress)
+    if not all(taken for taken, _ in added):
+        return None
+    runner.dense_answers = [answers for _, answers in added]
     for projection in runner.projections:
         moments = sums[projection.name]
         current().add(f"statistics of {projection.name}", [moments.xx, moments.xy, moments.yy])
+        moments.complete()
     runner.count(directions.shares * sum(map(runner.rows.size, batches)))
     for projection in runner.projections:
         moments = sums[projection.name]

@@ -45,7 +45,9 @@ class Directions:
         """Number of features by which W_O's inputs are widened."""
         return 0 if projection.values is None else len(projection.values.owner) * self.rank(projection.name)
 
-    def widened(self, batch: Any, xs: Calls, ys: Calls, names: Sequence[str], shares: int | None = None) -> Calls:
+    def widened(
+        self, batch: Any, xs: Calls, ys: Calls, names: Sequence[str], rest: Calls, shares: int | None = None
+    ) -> Calls:
         """W_O's inputs ``xs``, widened by what every head attends to along the directions.
 
         The model runs with values replaced by their input's projections onto the directions: W_O's input is then what
@@ -53,6 +55,7 @@ class Directions:
 
         Args:
             names: The output projections.
+            rest: What other modules gave, which do not run again (`Runner.slopes`).
             shares: How many of the directions to read, in multiples of head_dim; all by default.
         """
         parts: dict[str, list[list[Tensor]]] = {n: [[] for _ in xs[n]] for n in names}
@@ -69,7 +72,7 @@ class Directions:
                 other = torch.nn.functional.pad(x @ q, (0, width - q.shape[1]))
                 return replaced(values, out, other[..., None, :].expand(*other.shape[:-1], len(values.features), width))
 
-            calls, _ = self.runner.run_with_values(batch, ys, on_value)
+            calls, _ = self.runner.run_with_values(batch, ys, on_value, rest)
             for name in chosen:
                 values = every[name]
                 width = min(values.head_dim, self.rank(name) - share * values.head_dim)

@@ -97,6 +97,8 @@ class _Look:
         examples = sum(self._share("slopes", partial(self._add, sums), some))
         for name, own in sums.items():
             current().add(f"slopes of {name}", [own.inputs.xx, own.inputs.xy, own.outputs.xx])
+            own.inputs.complete()
+            own.outputs.complete()
         crossed = {
             n: [torch.stack([own.step(d, 1 - f) for d in _DAMPINGS]) for f in range(FOLDS)] for n, own in sums.items()
         }

@@ -17,6 +17,7 @@ from headprune.offload import is_elsewhere, on_disk, place_of, value_of
 from headprune.running import exact_attention
 
 FOLDS = 2
+_BLOCK = 256  # rows of a symmetric matrix that are added at once
 _ROUNDED = 1e-12  # share of the mean square: a variance below it is rounding
 
 
@@ -42,9 +43,16 @@ class Moments:
         x = torch.cat([x.to(wide), x.new_ones(len(x), 1, dtype=wide)], dim=1)
         y, weight = y.to(wide), weight.to(wide)[:, None]
         weighted = (x * weight).T
-        self.xx[fold] += (weighted @ x).to(self.xx)
+        for first in range(0, len(weighted), _BLOCK):  # of the symmetric matrix, the blocks from the diagonal on
+            block = slice(first, first + _BLOCK)
+            self.xx[fold, block, first:] += (weighted[block] @ x[:, first:]).to(self.xx)
         self.xy[fold] += (weighted @ y).to(self.xy)
         self.yy[fold] += (y**2 * weight).sum().to(self.yy)
+
+    def complete(self) -> None:
+        """Fill the part of the symmetric matrix below the diagonal, when all tokens are added."""
+        for own in self.xx:
+            own.copy_(own.triu() + own.triu(1).T)
 
     def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sums ``xx``, ``xy`` and ``yy`` for the kept inputs and the appended 1, on the sums' device."""

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer
+from headprune.attention import AttentionLayer, is_inside
 from headprune.batches import cost_of, find_rows, is_out_of_memory, nonempty
-from headprune.divergence import part_of, real_tokens
+from headprune.divergence import real_tokens
+from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.parallel import current
-from headprune.repairing.examples import Mixed, mixed_texts, probe_of
+from headprune.repairing.examples import Mixed, logits_by_example, mixed_texts, probe_of
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
-from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing
+from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing, wrapped
 from headprune.scoring.base import Problem
 from headprune.scoring.gradient import independent
+
+_MOST_RECORDED = 1 << 29  # bytes of a batch's outputs of modules apart from attention
 
 T = TypeVar("T")
 OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -43,6 +46,7 @@ class Runner:
         examples: Number of examples.
         rows: How examples lie in the batches.
         mixtures: Of the examples (`headprune.repairing.examples`).
+        dense_answers: The dense model's, for every batch of `everything`, as of `answers_to`; empty before they are measured.
     """
 
     def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
@@ -55,6 +59,7 @@ class Runner:
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))
         self.mixtures: tuple[Mixed, ...] = ()
+        self.dense_answers: Sequence[Tensor | None] = ()
         if not self._independent():
             self.batches = [row for batch in self.batches for row in self.rows.singles(batch)]
 
@@ -109,30 +114,34 @@ class Runner:
         return self.numbers(index) % FOLDS
 
     def add_mixtures(self, times: int) -> None:
-        """Add up to ``times`` mixtures of every example; none, unless the model gives one answer for each."""
+        """Add up to ``times`` mixtures of every example; none, unless the model gives one answer for each of the first few."""
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
         device = model_device(self.model)
         texts = mixed_texts(self.batches, self.rows, times, padding)
-        mixtures = [replace(mixed, inputs=move(mixed.inputs, device)) for mixed in texts]
-        with torch.no_grad(), self.deterministic_eval():
-            # The first one shows whether the model takes mixtures at all; if so, all are tried.
-            taken = not mixtures or self._answers_once(mixtures[0])
-            tasks = [partial(self._answers_once, mixed) for mixed in mixtures[1:]]
-            if taken and all(self.share("mixtures", tasks, [mixed.inputs for mixed in mixtures[1:]])):
-                self.count(sum(len(mixed.firsts) for mixed in mixtures))
-                self.mixtures = tuple(mixtures)
+        self.mixtures = tuple(replace(mixed, inputs=move(mixed.inputs, device)) for mixed in texts)
+        if self.mixtures and not self._takes_mixtures():
+            self.mixtures = ()
 
-    def _answers_once(self, mixed: Mixed) -> bool:
-        """Whether the model gives one vector of logits for every mixture."""
+    def _takes_mixtures(self) -> bool:
+        first = len(self.batches)
+        with torch.no_grad(), self.deterministic_eval():
+            try:
+                return self.answers_to(first, self.run(self.everything[first])) is not None
+            except Exception as error:  # a model may want labels, or a certain end of a text, and raise anything
+                if is_out_of_memory(error):
+                    raise
+                return False
+
+    def answers_to(self, index: int, output: Any) -> Tensor | None:
+        """One vector of logits for every example of a batch of `everything`, ``[examples, classes]``, float64 on the CPU.
+
+        None if the model gives other answers.
+        """
         try:
-            output = self.run(mixed.inputs)
-        except Exception as error:  # a model may want labels, or a certain end of a text, and raise anything
-            if is_out_of_memory(error):
-                raise
-            return False
-        logits = part_of(output, "logits")
-        one_each = isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == len(mixed.firsts)
-        return one_each and bool(logits.isfinite().all())
+            logits = logits_by_example(self, output, self.everything[index]).detach().cpu().double()
+        except HeadPruneError:
+            return None
+        return logits if bool(logits.isfinite().all()) else None
 
     @property
     def values(self) -> dict[str, Values]:
@@ -188,24 +197,87 @@ class Runner:
         self.run(batch, on_output)
         return xs, ys
 
-    def run_with_values(self, batch: Any, ys: Calls, on_value: OnCall) -> tuple[Calls, list[Tensor]]:
-        """W_O's inputs and the answers, with values replaced by ``on_value`` and W_O's outputs held at ``ys``."""
+    def run_with_values(
+        self, batch: Any, ys: Calls, on_value: OnCall, rest: Calls | None = None
+    ) -> tuple[Calls, list[Tensor]]:
+        """W_O's inputs and the answers, with values replaced by ``on_value`` and W_O's outputs held at ``ys``.
+
+        Args:
+            rest: What other modules gave when ``ys`` was recorded (`_recording`). They do not run; the answers mean nothing then.
+        """
         inputs: Calls = {name: [] for name in ys}
-        before = {name: iter(calls) for name, calls in ys.items()}
+        before = {name: iter(calls) for name, calls in [*ys.items(), *(rest or {}).items()]}
 
         def on_output(name: str, x: Tensor, y: Tensor) -> Tensor:
             inputs[name].append(x)
             return next(before[name]).clone()
 
-        output = self.run(batch, on_output, on_value)
+        def again(name: str, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
+            return next(before[name])
+
+        with wrapped({name: self.model.get_submodule(name) for name in rest or ()}, again):
+            output = self.run(batch, on_output, on_value)
         return inputs, tensors(output)
+
+    @cached_property
+    def _apart(self) -> list[str]:
+        """Names of modules whose outputs do not depend on values that W_O's outputs, held, keep to themselves.
+
+        These are the other projections of refitted attention layers, and the largest modules with matrices outside of these layers.
+        """
+        layers = [layer for projection in self.projections for layer in projection.layers]
+        changing = {p.name for p in self.projections} | {values.name for values in self.values.values()}
+        found = sorted({place.module for layer in layers for place in layer.projections} - changing)
+        attention = changing | {layer.module for layer in layers}
+        for name, module in self.model.named_modules():
+            around = any(is_inside(own, name) for own in attention)
+            inside = any(is_inside(name, own) for own in (*attention, *found))
+            if name and not (around or inside) and any(p.ndim > 1 for p in module.parameters()):
+                found.append(name)
+        return found
+
+    @contextmanager
+    def _recording(self, rest: Calls) -> Iterator[None]:
+        """Record the outputs of the modules `_apart` while the model runs once; with W_O's outputs held, they will be the same again.
+
+        Behind the last W_O only their shapes are kept: nothing but the answers depends on them.
+        """
+        seen: dict[str, list[tuple[Any, int, int]]] = {}  # outputs, how often they were written to, calls of W_O before
+        passed = 0
+
+        def see(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            if not recomputing():
+                of_tensor = (output.detach(), output._version) if isinstance(output, Tensor) else (None, 0)
+                seen.setdefault(name, []).append((*of_tensor, passed))
+
+        def count(name: str, x: Tensor, y: Tensor) -> None:
+            nonlocal passed
+            passed += not recomputing()
+
+        with ExitStack() as stack:
+            stack.enter_context(self._calling(count))
+            for name in self._apart:
+                handle = self.model.get_submodule(name).register_forward_hook(partial(see, name))
+                stack.callback(handle.remove)
+            yield
+        room = _MOST_RECORDED
+        for name, calls in seen.items():
+            if all(output is not None and output._version == version for output, version, _ in calls):
+                room -= sum(output.nbytes for output, _, before in calls if before < passed)
+                if room >= 0:
+                    zeros = (output.new_zeros(()).expand(output.shape) for output, *_ in calls)
+                    rest[name] = [o if before < passed else z for (o, _, before), z in zip(calls, zeros, strict=True)]
 
     # -- slopes ------------------------------------------------------------------------------------
 
-    def slopes(self, index: int) -> Seen:
+    def slopes(self, index: int, rest: Calls, see: Callable[[Any], None] | None = None) -> Seen:
         """W_O's inputs, outputs and the slopes there, for every call on a batch.
 
         Slopes are gradients of a random projection of the current model's answers (`probe_of`).
+
+        Args:
+            rest: Gets what other modules gave, for `run_with_values`.
+            see: Called with the model's output.
         """
         if not self.projections:
             return {}
@@ -213,27 +285,41 @@ class Runner:
         self.count(3 * self.rows.size(batch))
 
         def probe(output: Any) -> list[Tensor]:
+            if see:
+                see(output)
             return [probe_of(self.model, output, batch, self.first(index), self.rows)]
 
-        return self.slopes_of(batch, [p.name for p in self.projections], probe)
+        return self.slopes_of(batch, [p.name for p in self.projections], probe, rest)
 
-    def recorded_with_weights(self, index: int) -> tuple[Calls, Calls, Calls]:
-        """W_O's inputs and outputs on a batch, and how much the model's answer depends on each token ``[rows, ...]``.
+    def recorded_with_weights(self, index: int, rest: Calls) -> tuple[Calls, Calls, Calls, Tensor | None]:
+        """W_O's inputs and outputs on a batch; how much the answers depend on each token ``[rows, ...]``; and `answers_to` it.
 
-        This is the norm of the token's slope: in expectation, the square root of the Fisher information. With its
+        The third is the norm of the token's slope: in expectation, the square root of the Fisher information. With its
         square, only a few tokens of a few examples would count. All come from one forward and backward pass.
+
+        Args:
+            rest: As for `slopes`.
         """
-        seen = self.slopes(index)
+        answers: list[Tensor | None] = []
+        seen = self.slopes(index, rest, lambda output: answers.append(self.answers_to(index, output)))
         xs = {name: [x for x, _, _ in calls] for name, calls in seen.items()}
         ys = {name: [y for _, y, _ in calls] for name, calls in seen.items()}
-        return xs, ys, {name: [widened(slope).norm(dim=-1) for _, _, (slope,) in calls] for name, calls in seen.items()}
+        weights = {name: [widened(slope).norm(dim=-1) for _, _, (slope,) in calls] for name, calls in seen.items()}
+        return xs, ys, weights, answers[0] if answers else None
 
-    def slopes_of(self, batch: Any, names: Iterable[str], sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
+    def slopes_of(
+        self,
+        batch: Any,
+        names: Iterable[str],
+        sums_of: Callable[[Any], Sequence[Tensor]],
+        rest: Calls | None = None,
+    ) -> Seen:
         """W_O's inputs, outputs and the gradients there of some sums of the model's answers to a batch.
 
         Args:
             names: The output projections.
             sums_of: Returns the sums, from the model's output.
+            rest: As for `slopes`.
         """
         seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in names}
 
@@ -249,7 +335,9 @@ class Runner:
             torch.inference_mode(False), torch.enable_grad(), self.deterministic_eval(), frozen(self.model),
             checkpointed(self.model), self._calling(add),
         ):  # fmt: skip
-            sums = sums_of(call(self.model, inputs_of(self.model, batch)))
+            with nullcontext() if rest is None else self._recording(rest):
+                output = call(self.model, inputs_of(self.model, batch))
+            sums = sums_of(output)
             deltas = [delta for calls in seen.values() for *_, delta in calls]
             gradients = [
                 torch.autograd.grad(one, deltas, allow_unused=True, retain_graph=i + 1 < len(sums))

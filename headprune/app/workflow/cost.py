@@ -24,7 +24,7 @@ from headprune.parallel import current
 from headprune.running import config_kept, evaluating, quiet
 from headprune.scoring import METHODS, method_and_settings
 
-_REPAIR = 8.0  # passes of a repair over the scoring examples: most of them the last step's, taken once
+_REPAIR = 6.0  # passes of a repair over the scoring examples: most of them the last step's, taken once
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
 # Passes over the reporting part for each plan: pruned, masked, repaired like random heads, and the random draws.
 _MEASURED = 3.0 + RANDOM_DRAWS
@@ -83,7 +83,7 @@ def cost_of_pruning(scene: PruneScene) -> Cost:
     planned = config.plan is not None or scene.known is not None
     planning = 0.0 if planned else plan_search.passes_of(config.search, scene.scores, trials)
     scoring = sum(_passes(method, scene, len(batches)) for method in methods)
-    points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * (plans + 1)
+    points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * plans
     passes = scoring + planning + points * choose + report * (1 + _MEASURED * plans)
     fits = (1 + _MEASURED * plans) * _seconds_of_texts(scene)
     if config.search.repair:

@@ -319,8 +319,8 @@ def trade_off(scene: PruneScene, result: SearchResult, randoms: Sequence[Order])
     if not orders:  # a plan of the user's
         jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
         levels = [f.plan.kept for f in fits]
-    # Unused orders and the control would take most of the time: they are measured at the budgets and the last level only.
-    drawn = {levels[-1], *(keep for f in fits for keep in (f.plan.asked, f.plan.kept))}
+    # Unused orders and the control would take most of the time: they are measured at the budgets only.
+    drawn = {keep for f in fits for keep in (f.plan.asked, f.plan.kept)}
     used = fits[0].plan.strategy, fits[0].plan.method
     named = [*orders.items(), *(("random", order) for order in randoms)]
     for keep in levels:
