@@ -185,33 +185,38 @@ def _hessian(
     Returns:
         The matrix ``[inputs, inputs]``, the inputs' subtracted mean ``[inputs]``, and the inputs' indices.
     """
-    moments, index = calibration.statistics.moments[projection.name], projection.kept(drop)
-    if (values := calibration.values.get(projection.name)) is None:
-        xx, xy, _ = moments.rows_of(index)
+    moments, values = calibration.statistics.moments[projection.name], calibration.values.get(projection.name)
+    if values is None:
+        index = projection.kept(drop)
+        xx, xy, _ = (sums.sum(0) for sums in moments.rows_of(index))
     else:
         heads, rank = projection.heads(drop), calibration.statistics.directions.rank(projection.name)
-        xx, xy, _ = moments.rows_of(inputs_of_heads(projection, values, heads, rank).flatten())
+        every = inputs_of_heads(projection, values, heads, rank).flatten()
+        xx, xy, _ = (sums.sum(0) for sums in moments.rows_of(every))
         index = inputs_of_heads(projection, values, heads, values.head_dim).flatten()
-        turn = _mix_matrix(values, heads, rank, mixes).to(xx.device)
-        xx, xy = turn.T @ xx @ turn, turn.T @ xy
-    a, _, mean, _ = centred(xx.sum(0), xy.sum(0), projection.has_bias)
+        turns = _turns(values, heads, rank, mixes).to(xx.device)
+        xx, xy = _turned(turns, _turned(turns, xx).T), _turned(turns, xy)
+    a, _, mean, _ = centred(xx, xy, projection.has_bias)
     strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
     # If no input varies, the matrix would be singular.
     matrix = a + max(strength, 1e-12) * torch.eye(len(a)).to(a)
     return matrix, mean if projection.has_bias else mean * 0, index
 
 
-def _mix_matrix(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
-    """Matrix from old values and all directions to current values and the first head_dim ones; the 1 stays last."""
+def _turns(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
+    """By head, the matrix from old values and all directions to current values and the first head_dim ones."""
     width = values.head_dim
-    blocks = []
-    for h in heads:
-        block = torch.eye(width + rank, 2 * width, dtype=torch.float64)
+    turns = torch.eye(width + rank, 2 * width, dtype=torch.float64).repeat(len(heads), 1, 1)
+    for i, h in enumerate(heads):
         if h in mixes:
-            block[:, :width] = mixes[h]
-        blocks.append(block)
-    matrix: Tensor = torch.block_diag(*blocks, torch.ones(1, 1, dtype=torch.float64))  # type: ignore[no-untyped-call]
-    return matrix
+            turns[i, :, :width] = mixes[h]
+    return turns
+
+
+def _turned(turns: Tensor, rows: Tensor) -> Tensor:
+    """Rows of heads' inputs ``[heads * wide + 1, ...]`` as rows of their turned inputs; the last one, of the 1, stays."""
+    own = turns.mT @ rows[:-1].reshape(len(turns), -1, rows.shape[-1])
+    return torch.cat([own.flatten(0, 1), rows[-1:]])
 
 
 def _effects(size: int, removal: _Removal, x: Tensor, slope: Tensor) -> Tensor:
