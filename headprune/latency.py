@@ -28,8 +28,9 @@ from headprune.inputs import (
 from headprune.running import Progress, evaluating, exact_attention, frozen, no_progress, quiet, tracked
 from headprune.uncertainty import CONFIDENCE
 
-WARM_UP, MIN_RUNS, MAX_RUNS = 3, 10, 100  # rounds
-MIN_SECONDS = 1.0  # so passes under 0.1 s run more often
+WARM_UP, MIN_RUNS, MAX_RUNS = 3, 20, 100  # rounds
+MIN_SECONDS = 1.0
+SLOW_RUNS, SLOW_SECONDS = 10, 10.0  # as many rounds are enough once they took so long
 NEW_TOKENS, MIN_ROUNDS = 16, 6  # for generation
 
 
@@ -81,7 +82,7 @@ def benchmark(
     models: Mapping[str, nn.Module],
     example: Example,
     *,
-    min_runs: int = MIN_RUNS,
+    min_runs: int | None = None,
     min_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> LatencyRow:
@@ -95,7 +96,7 @@ def benchmark(
             evaluation mode; afterwards each has its former mode.
         example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments). Labels are left out,
             except for encoder-decoders, which need them.
-        min_runs: Minimum number of rounds.
+        min_runs: Minimum number of rounds; by default `MIN_RUNS`, or `SLOW_RUNS` of passes that take about a second or more.
         min_seconds: Minimum total time of each model; by default `MIN_SECONDS`.
         progress: Called with (inputs done, inputs in all).
 
@@ -135,7 +136,7 @@ def bench(
     models: Mapping[str, nn.Module],
     inputs: Sequence[tuple[int, int, Example]],
     *,
-    min_runs: int = MIN_RUNS,
+    min_runs: int | None = None,
     min_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> list[LatencyRow]:
@@ -157,20 +158,27 @@ def bench(
 
 
 def in_turn(
-    arms: Mapping[str, Callable[[], float]], min_runs: int, min_seconds: float | None
+    arms: Mapping[str, Callable[[], float]], min_runs: int | None, min_seconds: float | None
 ) -> dict[str, list[float]]:
-    """Run models in turn after a warm-up; returns each model's milliseconds per round. ``min_seconds`` defaults to `MIN_SECONDS`."""
+    """Run models in turn after a warm-up; returns each model's milliseconds per round. Limits as for `benchmark`."""
     least = 1000 * (MIN_SECONDS if min_seconds is None else min_seconds)
     times: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
         for _ in range(WARM_UP):
             arm()
     for rounds in range(MAX_RUNS):
-        if rounds >= min_runs and min(map(sum, times.values())) >= least:
+        took = min(map(sum, times.values()))
+        enough = min_runs or (MIN_RUNS if took < 1000 * SLOW_SECONDS else SLOW_RUNS)
+        if rounds >= enough and took >= least:
             break
         for name in arms if rounds % 2 == 0 else reversed(list(arms)):
             times[name].append(arms[name]())
     return times
+
+
+def seconds_of(once: float) -> float:
+    """About how many seconds `benchmark` times a model for whose pass takes ``once``."""
+    return max(MIN_SECONDS, min(MIN_RUNS * once, max(SLOW_SECONDS, SLOW_RUNS * once)))
 
 
 def compared(times: Mapping[str, Sequence[float]]) -> tuple[dict[str, Timing], dict[str, Speedup]]:

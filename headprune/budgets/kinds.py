@@ -198,8 +198,8 @@ class LatencyLimit(Limit):
         def timed(plan: PruningPlan, measured: bool) -> Reading:
             if not plan.drop and self.relative:
                 return Reading.exact(1.0)
-            # The search's timings are shorter and may err: the chosen plan is timed again, longer than for the report.
-            runs = latency.MIN_RUNS * (2 if measured else 1)
+            # The search's timings are shorter and may err: the chosen plan is timed again, as long as for the report.
+            runs = None if measured else latency.MIN_RUNS // 2
             least = latency.MIN_SECONDS / (1 if measured else 4)
             models = {"dense": subject.model, "pruned": subject.pruned(plan)}
             # Of several ranks one times, while the others wait.

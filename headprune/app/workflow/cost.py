@@ -91,8 +91,8 @@ def cost_of_pruning(scene: PruneScene) -> Cost:
         widths = [len(p.weight) * (1 + trials.calibration.share) for p in trials.calibration.projections]
         fits += (points + plans * _MEASURED) * sum(_FIT + _SOLVE * width**3 / 100 for width in widths)
     once = forward / sum(map(cost_of, batches))
-    passed = (latency.MIN_RUNS * once * cost_of(example) for _, _, example in inputs(scene))
-    timing = sum((plans + 2) * max(latency.MIN_SECONDS, seconds) + 1.5 for seconds in passed)
+    each = (once * cost_of(example) for _, _, example in inputs(scene))
+    timing = sum((plans + 2) * latency.seconds_of(seconds) + 1.5 for seconds in each)
     if config.finetune:
         # Assumes as many training examples as scored ones: the training part is not read yet.
         passes += 4 * config.finetune * plans
