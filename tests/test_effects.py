@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def by_regression(
         x[..., own] = torch.cat([x[..., own], further[..., head, : len(mix) - len(own)]], dim=-1) @ mix
     real = example.get("attention_mask", torch.ones(x.shape[1:3])).bool().expand(x.shape[:-1])
     z = torch.cat([x, further[..., :width].flatten(-2)], dim=-1)[real]
-    token_weights = torch.stack(calibration.runner.recorded_with_weights(0, {})[2][place.name])[real]
+    token_weights = torch.stack(calibration.runner.recorded_with_weights(0, nullcontext())[2][place.name])[real]
     share = (token_weights / token_weights.sum())[:, None]
     old = weights.by_module.get(place.name, (place.weight, None))[0]
     old = torch.cat([old, old.new_zeros(layer.num_heads * width, old.shape[1])])

@@ -308,6 +308,77 @@ def test_heads_that_give_nothing_and_layers_without_heads(ridge: float | None) -
     assert not done.layers[layer.name].values
 
 
+class Writing(nn.Module):
+    """A block whose feed-forward layer may write into its input."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(), nn.LayerNorm(WIDTH)
+        self.layers = nn.Sequential(nn.ReLU(inplace=in_place), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return (x if self.layers[0].inplace else x.relu()) + self.layers(x)
+
+
+class Mixing(Attention):
+    """Linformer's: its values go through a linear layer over the tokens, which may be another module's."""
+
+    def build(self) -> None:
+        self.v = nn.Linear(WIDTH, WIDTH)
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        over_tokens = vars(self).get("shared") or self.over_tokens
+        q, k, _ = super().split(x)
+        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        return q, k, over_tokens(v.mT).mT
+
+
+def writing(in_place: bool) -> nn.Module:
+    return nn.Sequential(Writing(in_place), Writing(in_place), nn.Linear(WIDTH, 3))
+
+
+class Sharing(nn.Sequential):
+    """Gives its layers what they share."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        vars(self[0])["shared"] = vars(self[2])["shared"] = self.over_tokens
+        return self[3](self[2](self[1](self[0](x))))
+
+
+def mixing(shared: bool) -> nn.Module:
+    model = (Sharing if shared else nn.Sequential)(Mixing(), nn.LayerNorm(WIDTH), Mixing(), nn.Linear(WIDTH, 3))
+    over_tokens = nn.Linear(6, 6, bias=False)
+    for place in [model] if shared else [model[0], model[2]]:
+        place.over_tokens = over_tokens
+    return model
+
+
+@pytest.mark.parametrize("make", [writing, mixing])
+def test_how_a_model_is_written_does_not_change_its_repair(make):
+    """Modules that compute the same again while W_O's outputs are held do not run again; these models have some that only seem so."""
+    example, plain, found, trials = noise(256, 6, WIDTH), randomise(make(False)), [], []
+    other = make(True).eval()
+    weights = state(plain)
+    other.load_state_dict({**weights, "over_tokens.weight": weights.get("0.over_tokens.weight")}, strict=False)
+    torch.testing.assert_close(other(example), plain(example))
+    for model in (plain, other):
+        mended, done = brute.repaired(model, {"L0": [0, 1, 2], "L1": [1, 2, 3]}, example)
+        assert [trial.step for trial in done.trials][:2] == ["output projections", "values"]
+        trials.append([trial.after for trial in done.trials])
+        found.append({n: w for n, w in state(mended).items() if n in weights})
+    assert trials[1] == pytest.approx(trials[0], rel=1e-4)
+    for name, weight in found[1].items():
+        torch.testing.assert_close(weight, found[0][name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_mixture_of_experts_that_reports_its_routers_is_repaired():
+    """transformers reads the routers' logits off modules inside of the feed-forward layer."""
+    config = tf.MixtralConfig(**sizes("sdpa"), num_key_value_heads=4, num_local_experts=2, output_router_logits=True)
+    model, example = randomise(tf.MixtralForCausalLM(config)), text(8)
+    assert brute.repaired(model, {"L0": [1]}, example)[1].trials
+
+
 # -- modules -----------------------------------------------------------------------------------------
 
 

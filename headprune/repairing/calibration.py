@@ -151,7 +151,7 @@ class Calibration:
         The inputs are widened by what every head attends to along the first head_dim directions.
         """
         rest: Calls = {}
-        calls = self.runner.slopes(index, rest)
+        calls = self.runner.slopes(index, self.statistics.directions.recording(rest))
         xs = {name: [x for x, _, _ in own] for name, own in calls.items()}
         if self.values:
             batch = self.runner.batches[index]
@@ -264,7 +264,7 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
         rest: Calls = {}
         mixed = i >= len(runner.batches)
         try:
-            xs, ys, token_weights, answers = runner.recorded_with_weights(i, rest)
+            xs, ys, token_weights, answers = runner.recorded_with_weights(i, directions.recording(rest))
         except Exception as error:  # a model may want a certain end of a text, and raise anything
             if not mixed or is_out_of_memory(error):
                 raise

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headprune.attention import is_inside
+from headprune.batches import is_out_of_memory
 from headprune.inputs import doubled, widened
 from headprune.parallel import current
+from headprune.repairing.examples import probe_of
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
-from headprune.repairing.runner import Calls, Runner, replaced
+from headprune.repairing.runner import Calls, OnCall, Runner, replaced
+from headprune.running import recomputing
 
 _RANKS = (3, 2, 1)  # numbers of further directions to try, in multiples of head_dim
 _MOST = 2 << 30  # bytes of statistics: larger models get fewer directions
 _MOST_AT_ONCE = 1 << 29  # bytes of widened inputs of a batch
+_MOST_RECORDED = 1 << 29  # bytes of a batch's outputs of modules that do not run again
 
 
 @dataclass(frozen=True)
@@ -27,10 +33,14 @@ class Directions:
     Attributes:
         runner: The model.
         along: The directions ``[in, rank]``, by output projection.
+        apart: Names of modules that need not run again to read them: while W_O's outputs are held, theirs stay the same.
+        calls: Calls of output projections in a pass.
     """
 
     runner: Runner
     along: Mapping[str, Tensor]
+    apart: Sequence[str] = ()
+    calls: int = 0
 
     def rank(self, name: str) -> int:
         """How many directions there are for the values of an output projection."""
@@ -55,7 +65,7 @@ class Directions:
 
         Args:
             names: The output projections.
-            rest: What other modules gave, which do not run again (`Runner.slopes`).
+            rest: What the modules `apart` gave (`recording`). Emptied if the model cannot run without them on this batch.
             shares: How many of the directions to read, in multiples of head_dim; all by default.
         """
         parts: dict[str, list[list[Tensor]]] = {n: [[] for _ in xs[n]] for n in names}
@@ -72,7 +82,7 @@ class Directions:
                 other = torch.nn.functional.pad(x @ q, (0, width - q.shape[1]))
                 return replaced(values, out, other[..., None, :].expand(*other.shape[:-1], len(values.features), width))
 
-            calls, _ = self.runner.run_with_values(batch, ys, on_value, rest)
+            calls = self._run(batch, ys, on_value, rest)
             for name in chosen:
                 values = every[name]
                 width = min(values.head_dim, self.rank(name) - share * values.head_dim)
@@ -84,6 +94,53 @@ class Directions:
             return torch.cat([x, torch.cat(more, dim=-1).flatten(-2)], dim=-1) if more else x
 
         return {n: list(map(joined, xs[n], parts[n])) for n in names}
+
+    def _run(self, batch: Any, ys: Calls, on_value: OnCall, rest: Calls) -> Calls:
+        try:
+            return self.runner.run_with_values(batch, ys, on_value, rest)[0]
+        except Exception as error:
+            if not rest or is_out_of_memory(error):
+                raise
+            rest.clear()
+            return self.runner.run_with_values(batch, ys, on_value)[0]
+
+    @contextmanager
+    def recording(self, rest: Calls) -> Iterator[None]:
+        """Record the outputs of the modules `apart` while the model runs once, as far as there is room.
+
+        Behind the last W_O only their shapes are kept: nothing but the answers depends on them.
+        """
+        seen: dict[str, list[tuple[Tensor, int]]] = {}  # outputs, and how often they were written to
+        left_out: set[str] = set()
+        passed, room = 0, _MOST_RECORDED
+
+        def see(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal room
+            if recomputing() or name in left_out:
+                return
+            if isinstance(output, Tensor) and not output.is_inference():
+                last = passed == self.calls
+                room -= 0 if last else output.nbytes
+                kept = output.new_zeros(()).expand(output.shape) if last else output.detach()
+                seen.setdefault(name, []).append((kept, kept._version))
+            if not isinstance(output, Tensor) or output.is_inference() or room < 0:
+                left_out.add(name)
+                seen.pop(name, None)
+
+        def count(name: str, module: nn.Module, args: Any, output: Any) -> None:
+            nonlocal passed
+            passed += not recomputing()
+
+        model = self.runner.model
+        with ExitStack() as stack:
+            for names, hook in (([p.name for p in self.runner.projections], count), (self.apart, see)):
+                for name in names if self.apart else ():
+                    handle = model.get_submodule(name).register_forward_hook(partial(hook, name))
+                    stack.callback(handle.remove)
+            yield
+        if passed == self.calls:
+            written = {name for name, calls in seen.items() if any(t._version > before for t, before in calls)}
+            rest |= {name: [t for t, _ in calls] for name, calls in seen.items() if name not in written}
 
     def in_parts(self, xs: Calls) -> Iterator[list[str]]:
         """Names of output projections in parts, so that a batch's widened inputs fit into memory."""
@@ -134,7 +191,47 @@ def find_directions(runner: Runner) -> Directions:
         if own := projection.values:
             rank = min(share * own.head_dim, own.weight.shape[0])
             along[projection.name] = best_directions(projection, own, seen[projection.name], rank)
-    return Directions(runner, along)
+    return _sparing(Directions(runner, along))
+
+
+def _sparing(directions: Directions) -> Directions:
+    """The same directions, with the modules `Directions.apart`, unless a test on a few examples fails.
+
+    The test reads the directions with these modules and without.
+    """
+    runner = directions.runner
+    batch = few_of(runner)
+    names, rest = [p.name for p in runner.projections], dict[str, list[Tensor]]()
+    _, calls = runner.recorded(batch)
+    sparing = replace(directions, apart=_apart(runner), calls=sum(map(len, calls.values())))
+    try:
+        seen = runner.slopes_of(
+            batch, names, lambda out: [probe_of(runner.model, out, batch, 0, runner.rows)], sparing.recording(rest)
+        )
+        xs = {name: [x for x, _, _ in own] for name, own in seen.items()}
+        ys = {name: [y for _, y, _ in own] for name, own in seen.items()}
+        spared = sparing.widened(batch, xs, ys, names, rest)
+        whole = sparing.widened(batch, xs, ys, names, {})
+    except Exception as error:  # such as a model that collects what a module inside of one of these gives
+        if is_out_of_memory(error):
+            raise
+        return directions
+    equal = all(_close(a, b) for name in names for a, b in zip(spared[name], whole[name], strict=True))
+    return sparing if rest and equal else directions
+
+
+def _apart(runner: Runner) -> Sequence[str]:
+    """The other projections of refitted attention layers, and the largest modules with matrices outside of these layers."""
+    layers = [layer for projection in runner.projections for layer in projection.layers]
+    changing = {p.name for p in runner.projections} | {values.name for values in runner.values.values()}
+    found = sorted({place.module for layer in layers for place in layer.projections} - changing)
+    attention = changing | {layer.module for layer in layers}
+    for name, module in runner.model.named_modules():
+        around = any(is_inside(own, name) for own in attention)
+        inside = any(is_inside(name, own) for own in (*attention, *found))
+        if name and not (around or inside) and any(p.ndim > 1 for p in module.parameters()):
+            found.append(name)
+    return found
 
 
 def room(projections: Sequence[OutputProjection]) -> int:
@@ -184,16 +281,19 @@ def inputs_of_heads(projection: OutputProjection, values: Values, heads: Sequenc
     return torch.cat([own, start + torch.arange(rank)], dim=1)
 
 
+def few_of(runner: Runner) -> Any:
+    """A batch of two examples, if there are as many in one."""
+    batch = max(runner.batches, key=runner.rows.size)
+    return runner.rows.take(batch, [0, 1]) if runner.rows.size(batch) > 2 else batch
+
+
 def refittable_values(runner: Runner) -> list[str]:
     """The output projections whose heads are linear in their values, and whose values nothing else reads.
 
     Tested by rotating and stretching every head's values (stretching shows a norm): W_O's input must change in the same
     way, and with W_O's outputs held fixed, the answers and the other layers' inputs must not change.
     """
-    values = runner.values
-    batch = max(runner.batches, key=runner.rows.size)
-    if runner.rows.size(batch) > 2:
-        batch = runner.rows.take(batch, [0, 1])
+    values, batch = runner.values, few_of(runner)
     generator = torch.Generator().manual_seed(0)
     turns = {
         name: torch.linalg.qr(torch.randn(v.head_dim, v.head_dim, generator=generator, dtype=torch.float64))[0]

@@ -51,8 +51,9 @@ class Moments:
 
     def complete(self) -> None:
         """Fill the part of the symmetric matrix below the diagonal, when all tokens are added."""
-        for own in self.xx:
-            own.copy_(own.triu() + own.triu(1).T)
+        for first in range(0, self.xx.shape[-1], _BLOCK):
+            end = first + _BLOCK
+            self.xx[:, end:, first:end] = self.xx[:, first:end, end:].mT
 
     def rows_of(self, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sums ``xx``, ``xy`` and ``yy`` for the kept inputs and the appended 1, on the sums' device."""

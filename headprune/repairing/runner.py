@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from headprune.attention import AttentionLayer, is_inside
+from headprune.attention import AttentionLayer
 from headprune.batches import cost_of, find_rows, is_out_of_memory, nonempty
 from headprune.divergence import real_tokens
 from headprune.errors import HeadPruneError
@@ -22,8 +22,6 @@ from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing, wrapped
 from headprune.scoring.base import Problem
 from headprune.scoring.gradient import independent
-
-_MOST_RECORDED = 1 << 29  # bytes of a batch's outputs of modules apart from attention
 
 T = TypeVar("T")
 OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -203,7 +201,8 @@ class Runner:
         """W_O's inputs and the answers, with values replaced by ``on_value`` and W_O's outputs held at ``ys``.
 
         Args:
-            rest: What other modules gave when ``ys`` was recorded (`_recording`). They do not run; the answers mean nothing then.
+            rest: What other modules gave when ``ys`` was recorded (`headprune.repairing.directions.Directions.recording`). They do not run;
+                the answers mean nothing then.
         """
         inputs: Calls = {name: [] for name in ys}
         before = {name: iter(calls) for name, calls in [*ys.items(), *(rest or {}).items()]}
@@ -219,64 +218,17 @@ class Runner:
             output = self.run(batch, on_output, on_value)
         return inputs, tensors(output)
 
-    @cached_property
-    def _apart(self) -> list[str]:
-        """Names of modules whose outputs do not depend on values that W_O's outputs, held, keep to themselves.
-
-        These are the other projections of refitted attention layers, and the largest modules with matrices outside of these layers.
-        """
-        layers = [layer for projection in self.projections for layer in projection.layers]
-        changing = {p.name for p in self.projections} | {values.name for values in self.values.values()}
-        found = sorted({place.module for layer in layers for place in layer.projections} - changing)
-        attention = changing | {layer.module for layer in layers}
-        for name, module in self.model.named_modules():
-            around = any(is_inside(own, name) for own in attention)
-            inside = any(is_inside(name, own) for own in (*attention, *found))
-            if name and not (around or inside) and any(p.ndim > 1 for p in module.parameters()):
-                found.append(name)
-        return found
-
-    @contextmanager
-    def _recording(self, rest: Calls) -> Iterator[None]:
-        """Record the outputs of the modules `_apart` while the model runs once; with W_O's outputs held, they will be the same again.
-
-        Behind the last W_O only their shapes are kept: nothing but the answers depends on them.
-        """
-        seen: dict[str, list[tuple[Any, int, int]]] = {}  # outputs, how often they were written to, calls of W_O before
-        passed = 0
-
-        def see(name: str, module: nn.Module, args: Any, output: Any) -> None:
-            if not recomputing():
-                of_tensor = (output.detach(), output._version) if isinstance(output, Tensor) else (None, 0)
-                seen.setdefault(name, []).append((*of_tensor, passed))
-
-        def count(name: str, x: Tensor, y: Tensor) -> None:
-            nonlocal passed
-            passed += not recomputing()
-
-        with ExitStack() as stack:
-            stack.enter_context(self._calling(count))
-            for name in self._apart:
-                handle = self.model.get_submodule(name).register_forward_hook(partial(see, name))
-                stack.callback(handle.remove)
-            yield
-        room = _MOST_RECORDED
-        for name, calls in seen.items():
-            if all(output is not None and output._version == version for output, version, _ in calls):
-                room -= sum(output.nbytes for output, _, before in calls if before < passed)
-                if room >= 0:
-                    zeros = (output.new_zeros(()).expand(output.shape) for output, *_ in calls)
-                    rest[name] = [o if before < passed else z for (o, _, before), z in zip(calls, zeros, strict=True)]
-
     # -- slopes ------------------------------------------------------------------------------------
 
-    def slopes(self, index: int, rest: Calls, see: Callable[[Any], None] | None = None) -> Seen:
+    def slopes(
+        self, index: int, recording: AbstractContextManager[None], see: Callable[[Any], None] | None = None
+    ) -> Seen:
         """W_O's inputs, outputs and the slopes there, for every call on a batch.
 
         Slopes are gradients of a random projection of the current model's answers (`probe_of`).
 
         Args:
-            rest: Gets what other modules gave, for `run_with_values`.
+            recording: A context to run the model in.
             see: Called with the model's output.
         """
         if not self.projections:
@@ -289,19 +241,21 @@ class Runner:
                 see(output)
             return [probe_of(self.model, output, batch, self.first(index), self.rows)]
 
-        return self.slopes_of(batch, [p.name for p in self.projections], probe, rest)
+        return self.slopes_of(batch, [p.name for p in self.projections], probe, recording)
 
-    def recorded_with_weights(self, index: int, rest: Calls) -> tuple[Calls, Calls, Calls, Tensor | None]:
+    def recorded_with_weights(
+        self, index: int, recording: AbstractContextManager[None]
+    ) -> tuple[Calls, Calls, Calls, Tensor | None]:
         """W_O's inputs and outputs on a batch; how much the answers depend on each token ``[rows, ...]``; and `answers_to` it.
 
         The third is the norm of the token's slope: in expectation, the square root of the Fisher information. With its
         square, only a few tokens of a few examples would count. All come from one forward and backward pass.
 
         Args:
-            rest: As for `slopes`.
+            recording: As for `slopes`.
         """
         answers: list[Tensor | None] = []
-        seen = self.slopes(index, rest, lambda output: answers.append(self.answers_to(index, output)))
+        seen = self.slopes(index, recording, lambda output: answers.append(self.answers_to(index, output)))
         xs = {name: [x for x, _, _ in calls] for name, calls in seen.items()}
         ys = {name: [y for _, y, _ in calls] for name, calls in seen.items()}
         weights = {name: [widened(slope).norm(dim=-1) for _, _, (slope,) in calls] for name, calls in seen.items()}
@@ -312,14 +266,14 @@ class Runner:
         batch: Any,
         names: Iterable[str],
         sums_of: Callable[[Any], Sequence[Tensor]],
-        rest: Calls | None = None,
+        recording: AbstractContextManager[None] | None = None,
     ) -> Seen:
         """W_O's inputs, outputs and the gradients there of some sums of the model's answers to a batch.
 
         Args:
             names: The output projections.
             sums_of: Returns the sums, from the model's output.
-            rest: As for `slopes`.
+            recording: As for `slopes`.
         """
         seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in names}
 
@@ -335,7 +289,7 @@ class Runner:
             torch.inference_mode(False), torch.enable_grad(), self.deterministic_eval(), frozen(self.model),
             checkpointed(self.model), self._calling(add),
         ):  # fmt: skip
-            with nullcontext() if rest is None else self._recording(rest):
+            with recording or nullcontext():
                 output = call(self.model, inputs_of(self.model, batch))
             sums = sums_of(output)
             deltas = [delta for calls in seen.values() for *_, delta in calls]
