@@ -72,7 +72,7 @@ def repair(
         choose: Other batches, which decide what steps are kept. By default cross-fitting on ``batches``, less surely.
         layers: From `headprune.find_attention`, to save the trace.
         ridge: Strength towards the old weights; it turns ``answers`` off. By default cross-validated for each layer.
-        values: Whether value projections are refitted too: about four passes more.
+        values: Whether value projections are refitted too: about two passes more.
         mixtures: Whether to fit also to mixtures of texts with one answer each: up to three times as many examples.
         answers: Whether all W_O that lose heads are then fitted together to the dense model's answers.
         biases: Whether a W_O without a bias gets one, for the removed heads' mean. A stock class may have no place for it.

@@ -26,7 +26,7 @@ from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Calls, Runner
 from headprune.running import Progress, exact_attention
 
-_MIXTURES, _MOST_EXAMPLES = 2, 4096  # at most: mixtures per example; examples and mixtures together
+_MIXTURES, _MOST_EXAMPLES = 2, 2048  # at most: mixtures per example; examples and mixtures together
 _REMEMBERED = 8  # cached fits of one W_O by one step: a search, its trials and the pruning reuse them
 
 
