@@ -257,7 +257,7 @@ def test_a_search_costs_what_it_says_before_and_after(strategy: str, repair: boo
         (plan,) = hp.search(model, batches * 3, 2, strategy=strategy, layers=layers, repair=repair)
     took = sum(count * rows * (1 + (kind == "backward")) for (kind, rows), count in seen.items() if rows) / 27
     (note,) = re.findall(r"took about ([\d,]+) forward passes over 27 examples", " ".join(plan.notes))
-    assert int(note) == pytest.approx(took, abs=2)  # a few examples are looked at first, to see what can be refitted
+    assert int(note) == pytest.approx(took, abs=3)  # a few examples are looked at first, to see what can be refitted
     (line,) = [text for text in caplog.messages if "Planning will take" in text]
     told = re.search(r"about ([\d,]+) forward passes over 27 examples \(([\d.]+) MFLOPs\)", line)
     assert told
