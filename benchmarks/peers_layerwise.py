@@ -150,7 +150,6 @@ class _Walk:
 
     def watch(self, layer: AttentionLayer, take: Callable[[AttentionLayer, list[Tensor]], None]) -> None:
         """As the function `watch`, for the layer of the next block."""
-
         masks = iter(self.masks)
 
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -43,7 +43,7 @@ import transformers
 import whisper_tiny
 from document import replace_section
 from matplotlib.figure import Figure
-from real import LeftOutError, about, number, say
+from real import ROOT, LeftOutError, about, number, say
 from torch import nn
 
 import headprune as hp
@@ -430,7 +430,7 @@ def draw(text: str) -> None:
     axis.set_ylabel("accuracy, 1,530 reported examples")
     axis.grid(alpha=0.25)
     axis.legend(fontsize=7, frameon=False)
-    figure.savefig(Path("docs/quality.png"), metadata={"Software": None})
+    figure.savefig(ROOT / "docs" / "quality.png", metadata={"Software": None})
 
 
 def main() -> None:
@@ -458,10 +458,10 @@ def main() -> None:
     text = "\n".join([*parts, "", about("quality.py")])
     print(text)
     partial = options.only or options.methods or options.counts or options.draws < DRAWS
-    if partial and not options.cached:
+    if partial:
         say("printed only: the document takes all models, methods and counts")
     else:
-        replace_section(Path("docs/benchmarks.md"), "quality", text)
+        replace_section(ROOT / "docs" / "benchmarks.md", "quality", text)
         draw(text)
     print(json.dumps({"seconds": round(time.monotonic() - started), "rows": len(cache.rows)}))
 

@@ -26,7 +26,7 @@ from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Calls, Runner
 from headprune.running import Progress, exact_attention
 
-_MIXTURES, _MOST_EXAMPLES = 2, 2048  # at most: mixtures per example; examples and mixtures together
+_MOST_EXAMPLES = (4096, 2048)  # with their mixtures: for one mixture per example, and for two
 _REMEMBERED = 8  # cached fits of one W_O by one step: a search, its trials and the pruning reuse them
 
 
@@ -230,7 +230,8 @@ def calibrate(
     runner = Runner(model, projections, batches)
     if runner.values:
         _keep_refittable_values(runner, notes)
-    times = min(_MIXTURES, _MOST_EXAMPLES // runner.examples - 1) if repair and mixtures else 0
+    enough = (times * runner.examples <= most for times, most in enumerate(_MOST_EXAMPLES, 2))
+    times = sum(enough) if repair and mixtures else 0
     ridge = ridge if repair else torch.inf
     return Calibration(layers, runner, times, tuple(notes), repair, ridge, progress)
 
@@ -294,7 +295,7 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
     added = runner.share("statistics", [partial(add, i) for i in range(len(batches))], batches, progress)
     if not all(taken for taken, _ in added):
         return None
-    runner.dense_answers = [answers for _, answers in added]
+    runner.dense_answers = {i: answers for i, (_, answers) in enumerate(added) if answers is not None}
     for projection in runner.projections:
         moments = sums[projection.name]
         current().add(f"statistics of {projection.name}", [moments.xx, moments.xy, moments.yy])

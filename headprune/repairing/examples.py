@@ -296,9 +296,8 @@ def logits_by_example(runner: Runner, output: object, batch: Any) -> Tensor:
 
 def _answers(runner: Runner, taken: Sequence[int]) -> list[Tensor]:
     """The dense model's logits for batches of `Runner.everything`, ``[examples, classes]`` by batch."""
-    known = [runner.dense_answers[i] for i in taken] if runner.dense_answers else [None]
-    if all(each is not None for each in known):
-        return [each for each in known if each is not None]
+    if all(i in runner.dense_answers for i in taken):
+        return [runner.dense_answers[i] for i in taken]
     batches = [runner.everything[i] for i in taken]
     with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
         tasks = [partial(_logits, runner, batch) for batch in batches]

@@ -44,7 +44,7 @@ class Runner:
         examples: Number of examples.
         rows: How examples lie in the batches.
         mixtures: Of the examples (`headprune.repairing.examples`).
-        dense_answers: The dense model's, for every batch of `everything`, as of `answers_to`; empty before they are measured.
+        dense_answers: The dense model's `answers_to` batches of `everything`, by number, once they are measured.
     """
 
     def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
@@ -57,7 +57,7 @@ class Runner:
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))
         self.mixtures: tuple[Mixed, ...] = ()
-        self.dense_answers: Sequence[Tensor | None] = ()
+        self.dense_answers: dict[int, Tensor] = {}
         if not self._independent():
             self.batches = [row for batch in self.batches for row in self.rows.singles(batch)]
 
@@ -112,7 +112,7 @@ class Runner:
         return self.numbers(index) % FOLDS
 
     def add_mixtures(self, times: int) -> None:
-        """Add up to ``times`` mixtures of every example; none, unless the model gives one answer for each of the first few."""
+        """Add up to ``times`` mixtures of every example; none, unless the model gives one answer for each in the first batch."""
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
         device = model_device(self.model)
         texts = mixed_texts(self.batches, self.rows, times, padding)
