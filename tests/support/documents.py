@@ -77,7 +77,6 @@ METRICS: dict[str, Any] = {
     "curve": [
         {"method": "dense", "kept": 4, "asked": 4, "value": 0.81, "low": 0.74, "high": 0.88, "loss": 0.5},
         {"method": "ablation", "kept": 2, "asked": 2, "value": 0.72, "low": 0.6, "high": 0.8, "loss": 0.6},
-        {"method": "random", "kept": 2, "asked": 2, "value": 0.5, "low": 0.4, "high": 0.6, "loss": 0.9},
     ],
     "latency": {
         "bound": "no heads", "bound_ghosts": 0, "typical_length": 9,

@@ -81,7 +81,7 @@ def orders(metrics: Metrics) -> dict[str, str]:
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
     by_scores = STRATEGIES.get("one-shot" if planning.strategy == AUTO else planning.strategy)
-    known = {**abouts(), "random": "Heads drawn at random, the control."}
+    known = {**abouts(), "random": "Heads drawn at random, the control."}  # in curves of earlier versions
     about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}" if by_scores else ""
     other = f"By the scores of that name ({by_scores.name}): {about}" if by_scores else ""
     texts = {name: known.get(name, other) for name in names if name not in ("", "dense")}
@@ -106,7 +106,7 @@ def comparison_table(metrics: Metrics) -> Table:
 
 
 def curve_table(metrics: Metrics) -> Table:
-    """The metric of every order at every number of heads, on the choosing part."""
+    """The metric at every number of heads, on the choosing part."""
     metric = metrics.curve_metric or metrics.metric
     points = [p for p in metrics.curve if p.method != "dense"]
     methods, rows = [*dict.fromkeys(p.method for p in points)], []

@@ -178,7 +178,7 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     result = search.search_or_plan(scene)
     controls = search.random_orders(scene, result.fits)
     console.say(*dict.fromkeys(note for fit in result.fits for note in fit.plan.notes))
-    curve = search.trade_off(scene, result, controls)
+    curve = search.trade_off(scene, result)
     pruned_models = [results.carry_out(fit, controls, scene) for fit in result.fits]
     metrics = _metrics(scene, result, curve, pruned_models)
     measured = {"dense": scene.measure("dense", scene.model)}

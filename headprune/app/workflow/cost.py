@@ -28,7 +28,7 @@ _REPAIR = 6.0  # passes of a repair over the scoring examples: most of them the 
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
 # Passes over the reporting part for each plan: pruned, masked, repaired like random heads, and the random draws.
 _MEASURED = 3.0 + RANDOM_DRAWS
-_LEVELS = 6  # points of the curve, about
+_LEVELS = 3  # points of the curve beside the budgets, about
 _FIT = 0.02  # seconds of a layer's fit, whatever its width
 _SOLVE = 4e-9  # seconds of a layer's least squares, times its width cubed / 100
 _REPORT = 4.0  # seconds of the report and its pictures
@@ -83,7 +83,7 @@ def cost_of_pruning(scene: PruneScene) -> Cost:
     planned = config.plan is not None or scene.known is not None
     planning = 0.0 if planned else plan_search.passes_of(config.search, scene.scores, trials)
     scoring = sum(_passes(method, scene, len(batches)) for method in methods)
-    points = orders * plans + _LEVELS + (orders + RANDOM_DRAWS) * plans
+    points = (orders + 1) * plans + _LEVELS
     passes = scoring + planning + points * choose + report * (1 + _MEASURED * plans)
     fits = (1 + _MEASURED * plans) * _seconds_of_texts(scene)
     if config.search.repair:

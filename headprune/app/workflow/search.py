@@ -293,39 +293,17 @@ def random_orders(scene: PruneScene, fits: Sequence[Fit]) -> list[Order]:
     return orders
 
 
-def _curves(scene: PruneScene, result: SearchResult) -> dict[str, Order]:
-    """The orders whose curves are drawn: by scores, and the used (or best) one of the orders that `auto` makes itself."""
-    orders, fits = dict(result.orders), result.fits
-    own = [name for name, order in orders.items() if not order.method]
-    if scene.config.search.strategy != AUTO or len(own) < 2:
-        return orders
-    used = fits[0].plan.strategy
-
-    def merit(name: str) -> tuple[int, float]:
-        """How many of the budgets an order reaches, and how good its plans are there."""
-        plans = [orders[name].plan(f.plan.asked) for f in fits if orders[name].least <= f.plan.asked]
-        return len(plans), sum(map(scene.trials.merit, plans))
-
-    best = used if used in own else max(own, key=merit)
-    return {name: order for name, order in orders.items() if name not in own or name == best}
-
-
-def trade_off(scene: PruneScene, result: SearchResult, randoms: Sequence[Order]) -> list[Point]:
-    """The metric on the choosing part against heads kept, by every order and by random."""
-    orders, fits, trials = _curves(scene, result), result.fits, scene.trials
-    total = fits[0].plan.total
-    levels = sorted(plan_search.levels_of(total, [f.plan.asked for f in fits]), reverse=True)
+def trade_off(scene: PruneScene, result: SearchResult) -> list[Point]:
+    """The metric on the choosing part against heads kept: of the dense model, and in the order that is used (or of the user's plan)."""
+    plans, trials = [fit.plan for fit in result.fits], scene.trials
+    used, total = plans[0], plans[0].total
     jobs = [("dense", PruningPlan({}, total, total, total))]
-    if not orders:  # a plan of the user's
-        jobs += [("plan", replace(f.plan, asked=f.plan.kept)) for f in fits]
-        levels = [f.plan.kept for f in fits]
-    # Unused orders and the control would take most of the time: they are measured at the budgets only.
-    drawn = {keep for f in fits for keep in (f.plan.asked, f.plan.kept)}
-    used = fits[0].plan.strategy, fits[0].plan.method
-    named = [*orders.items(), *(("random", order) for order in randoms)]
-    for keep in levels:
-        here = [(n, o) for n, o in named if keep in drawn or (n != "random" and (o.strategy, o.method) == used)]
-        jobs += [(name, order.plan(keep)) for name, order in here if order.least <= keep]
+    orders = [(n, o) for n, o in result.orders.items() if (o.strategy, o.method) == (used.strategy, used.method)]
+    for name, order in orders:
+        levels = sorted(plan_search.levels_of(total, [plan.asked for plan in plans]), reverse=True)
+        jobs += [(name, order.plan(keep)) for keep in levels if order.least <= keep]
+    if not orders:
+        jobs += [("plan", replace(plan, asked=plan.kept)) for plan in plans]
     curve = []
     with scene.console.track("trade-off on the choosing part") as progress:
         for name, plan in tracked(jobs, progress):
