@@ -142,6 +142,18 @@ def cost_of(batch: Any) -> float:
     return float(sum(t.numel() for t in tensors(batch)))
 
 
+def spread(count: int, examples: int, most: int | None) -> list[int]:
+    """Indices of evenly spaced batches of ``count``, so many that they hold about ``most`` of all ``examples``.
+
+    Evenly spaced, because batches often come sorted by length.
+
+    >>> spread(4, 128, None), spread(4, 128, 64), spread(4, 128, 1)
+    ([0, 1, 2, 3], [0, 2], [0])
+    """
+    taken = count if most is None else min(count, max(1, math.floor(count * most / examples)))
+    return [i * count // taken for i in range(taken)]
+
+
 def by_names(example: Any) -> Rows:
     """The batch dimensions of one batch, without a model to test them on: by names, otherwise the first dimension.
 

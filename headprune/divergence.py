@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headprune.batches import Rows, apparent_size
+from headprune.batches import Rows, apparent_size, spread
 from headprune.errors import HeadPruneError
 from headprune.inputs import ADDED, LABELS, call, inputs_of, is_encoder_decoder, model_device, move, tensors, widened
 from headprune.parallel import current
@@ -229,7 +229,17 @@ def logits_of(output: Any, batch: Any) -> Tensor:
 # -- how near a changed model stays: what plans, and the steps of a repair, are compared by -----------
 
 MOST = 1 << 28  # bytes of the dense model's answers
+ENOUGH = 512  # examples: more hardly change which of two plans is better (docs/planning.md)
 Context = Callable[[], AbstractContextManager[Any]]
+
+
+def _enough(batches: Sequence[Any], rows: Rows) -> Sequence[Any]:
+    """Evenly spaced batches with about `ENOUGH` examples."""
+    try:
+        examples = sum(map(rows.size, batches))
+    except HeadPruneError:  # they have other tensors than those that `rows` was found for
+        return batches
+    return [batches[i] for i in spread(len(batches), examples, ENOUGH)]
 
 
 class Fidelity:
@@ -241,16 +251,17 @@ class Fidelity:
     Args:
         model: The dense model. Its answers are kept, if they are few enough; later changes do not affect them.
         batches: Never those that results are reported on.
+        rows: How examples lie in the batches, of which `_enough` are used; None: all of them.
 
     Attributes:
         known: Whether the dense model's answers are kept: there are logits, and they are few enough (a language model's are
             not, as a rule).
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, batches: Sequence[Any], rows: Rows | None = None) -> None:
         self.model, self._divergence = model, Divergence(model, seed=0)
         device = model_device(model)
-        self._batches = [move(batch, device) for batch in batches]
+        self._batches = [move(batch, device) for batch in (batches if rows is None else _enough(batches, rows))]
         # Of several ranks, each keeps the answers to its own batches, and compares later answers on these.
         self._ranks = current()
         self._answers: dict[int, Tensor] = {}

@@ -18,7 +18,7 @@ from torch import nn
 from headprune.amounts import flops
 from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.budgets import Budget, Fit, SearchOptions, Subject
-from headprune.divergence import Fidelity
+from headprune.divergence import ENOUGH, Fidelity
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate
 from headprune.gates import mask
@@ -80,7 +80,7 @@ class Trials:
 
     @cached_property
     def _fidelity(self) -> Fidelity:
-        return Fidelity(self.model, self.choose)
+        return Fidelity(self.model, self.choose, self.calibration.runner.rows)
 
     @property
     def changed_modules(self) -> Sequence[str]:
@@ -147,7 +147,8 @@ class Trials:
     @property
     def judged_by(self) -> str:
         """What `merit` measures, for the report."""
-        return "the divergence (KL) from the dense model's answers" if self._fidelity.known else "the loss"
+        known = f"the divergence (KL) from the dense model's answers, to at most {ENOUGH} examples"
+        return known if self._fidelity.known else "the loss"
 
     def check_compares(self) -> None:
         """Refuse to compare plans without choosing examples.

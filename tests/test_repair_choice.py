@@ -140,6 +140,14 @@ def test_other_examples_decide(trained: Classifier, classes: int) -> None:
         assert one.gain == one.before - one.after
 
 
+@pytest.mark.parametrize("form", [list, lambda batches: [(x,) for x in batches]])
+def test_about_512_other_examples_decide(form: Any, trained: Classifier) -> None:
+    """Evenly spaced ones. All of them, if they come in another form than what was fitted to."""
+    others = form(texts(1200, seed=2)[0].split(50))
+    done = hp.repair(copy.deepcopy(trained), {"attention.0": [0]}, [texts(64, seed=1)[0]], choose=others)
+    assert {trial.examples for trial in done.trials} == {500 if form is list else 1200}
+
+
 def test_without_others_it_is_estimated_by_cross_fitting() -> None:
     """A third of the error on what was fitted to, and two thirds of the other half's: W_O fitted to every other example."""
     model, batches = brute.classifier(2)

@@ -108,7 +108,7 @@ def _repair(calibration: Calibration, drop: Heads, choose: Sequence[Any] | None,
     runner = calibration.runner
     if not any(projection.loses(drop) for projection in calibration.projections):
         return Repair({}, runner.examples, 0, 0, notes=calibration.notes)
-    fidelity = None if choose is None else Fidelity(calibration.model, choose)
+    fidelity = None if choose is None else Fidelity(calibration.model, choose, runner.rows)
     weights = checked_repair(calibration, drop, fidelity, STEPS if answers else LAYER_STEPS)
     calibration.write(weights.by_module)
     return summary(calibration, weights, runner.passes)

@@ -18,6 +18,7 @@ from headprune.app.data import Part
 from headprune.app.workflow.scene import Console, Scene, inputs
 from headprune.app.workflow.search import RANDOM_DRAWS, PruneScene
 from headprune.batches import cost_of
+from headprune.divergence import ENOUGH
 from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.parallel import current
@@ -79,17 +80,18 @@ def cost_of_pruning(scene: PruneScene) -> Cost:
     batches = list(parts.score.batches())
     forward, back = _pace(scene.model, batches)
     choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
+    compared = min(len(parts.choose), ENOUGH) / len(parts.score)
     orders, plans = 0 if config.plan else 2 + len(methods or scene.scores), max(1, len(config.search.budgets))
     planned = config.plan is not None or scene.known is not None
     planning = 0.0 if planned else plan_search.passes_of(config.search, scene.scores, trials)
     scoring = sum(_passes(method, scene, len(batches)) for method in methods)
-    points = (orders + 1) * plans + _LEVELS
-    passes = scoring + planning + points * choose + report * (1 + _MEASURED * plans)
+    points = plans + _LEVELS
+    passes = scoring + planning + points * choose + orders * plans * compared + report * (1 + _MEASURED * plans)
     fits = (1 + _MEASURED * plans) * _seconds_of_texts(scene)
     if config.search.repair:
-        passes += plans * (_REPAIR + _DECIDED * choose)
+        passes += plans * (_REPAIR + _DECIDED * compared)
         widths = [len(p.weight) * (1 + trials.calibration.share) for p in trials.calibration.projections]
-        fits += (points + plans * _MEASURED) * sum(_FIT + _SOLVE * width**3 / 100 for width in widths)
+        fits += (points + plans * (orders + _MEASURED)) * sum(_FIT + _SOLVE * width**3 / 100 for width in widths)
     once = forward / sum(map(cost_of, batches))
     each = (once * cost_of(example) for _, _, example in inputs(scene))
     timing = sum((plans + 2) * latency.seconds_of(seconds) + 1.5 for seconds in each)
