@@ -1,19 +1,22 @@
-"""A model's answers as texts that it generates."""
+"""A model's answers as texts: those that it generates, or parts of a context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from headprune.batches import is_out_of_memory
+from headprune.divergence import part_of
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import model_device, unlabelled, writes
+from headprune.inputs import call, model_device, unlabelled, writes
 
 _DEFAULT_LENGTHS = (None, 20)  # transformers' own, which no one chose
 # A generation_config may ask for several texts, and for scores beside their tokens.
 _ONE_TEXT = {"do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False}
+_LONGEST = 30  # tokens of an answer in a context, as transformers' example script for SQuAD has it
 
 
 class Generation:
@@ -86,3 +89,38 @@ def _words_alone(model: nn.Module) -> dict[str, Any]:
     config: Any = model.config
     times = list(range(before + 1, config.vocab_size))
     return {"logits_processor": [SuppressTokensLogitsProcessor(times, device=str(model_device(model)))]}
+
+
+class Spans:
+    """The most likely answer within each context, by the sum of its start's and its end's logit.
+
+    Args:
+        rows: The dataset's rows, in the order of the batches.
+        columns: Their columns, by what they hold.
+    """
+
+    def __init__(self, tokenizer: Any, rows: list[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+        self.tokenizer = tokenizer
+        question, context = columns["text"].split(",")
+        self.pairs = [(row[question], row[context]) for row in rows]
+        self.references: Sequence[Any] = [list(row[columns["answers"]]["text"]) for row in rows]
+
+    def read(self, model: nn.Module, batch: Any, first: int) -> list[str]:
+        output = call(model, unlabelled(batch))
+        starts, ends = (part_of(output, f"{name}_logits").double().cpu() for name in ("start", "end"))
+        return [self._best(first + i, *logits) for i, logits in enumerate(zip(starts, ends, strict=True))]
+
+    def _best(self, example: int, start: Tensor, end: Tensor) -> str:
+        question, context = self.pairs[example]
+        most = int(start.numel())
+        coded = self.tokenizer(
+            question, context, truncation="only_second", max_length=most, return_offsets_mapping=True
+        )
+        inside = torch.tensor([owner == 1 for owner in coded.sequence_ids()])
+        hidden = float("-inf")
+        start, end = (logits[: len(inside)].masked_fill(~inside, hidden) for logits in (start, end))
+        both = start[:, None] + end[None, :]
+        allowed = torch.ones_like(both).triu() - torch.ones_like(both).triu(_LONGEST)
+        best = int(both.masked_fill(allowed == 0, hidden).argmax())
+        first, last = coded["offset_mapping"][best // len(inside)], coded["offset_mapping"][best % len(inside)]
+        return str(context[first[0] : last[1]])

@@ -129,7 +129,7 @@ def test_what_is_typed(row: Row, here: Path, files: Path, bert_folder: Path, dat
 def test_what_only_the_model_tells(
     row: Row, here: Path, files: Path, bert_folder: Path, llama_folder: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    for step in ("app.workflow.score", "app.measures.evaluate", "plan_search.arrange"):
+    for step in ("app.workflow.score", "app.workflow.scene.evaluate", "plan_search.arrange"):
         monkeypatch.setattr(f"headprune.{step}", Mock(side_effect=AssertionError("the long work began")))
     check(row, here, bert=bert_folder, llama=llama_folder, data=data_folder, files=files)
 
@@ -344,7 +344,7 @@ def test_an_unknown_perplexity_is_refused(llama_folder: Path, data_folder: Path,
         return out
 
     monkeypatch.setattr(tf.LlamaForCausalLM, "forward", summed)
-    for step in ("workflow.score", "measures.evaluate", "workflow.search.arrange"):
+    for step in ("workflow.score", "workflow.scene.evaluate", "workflow.search.arrange"):
         monkeypatch.setattr(f"headprune.app.{step}", Mock(side_effect=AssertionError("the long work began")))
     for more in ((), ("--dry-run",)):
         error = stderr_of("prune", llama_folder, "-d", data_folder, "--keep", 4, *more, code=1)

@@ -16,11 +16,10 @@ from headprune.app.data import DataParts, Part, load_parts
 from headprune.app.data.encoder import content_hash
 from headprune.app.documents import Cut, Examples, MetricValue, ValueTable
 from headprune.app.finetune_run import run_of
-from headprune.app.measures import Measures
 from headprune.app.models import LoadedModel, config_of, load_model, task_of
 from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
 from headprune.app.sources import check_source, resolved, split_revision
-from headprune.app.workflow.scene import Console, seen_before
+from headprune.app.workflow.scene import Console, Measures, seen_before
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement
 from headprune.exporting import is_exported

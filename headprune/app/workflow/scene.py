@@ -21,19 +21,21 @@ from torch import nn
 from headprune import __version__, checkpoint, latency
 from headprune.app.data import DataParts, Part, load_parts
 from headprune.app.documents import Cut, Environment, Examples, Training
-from headprune.app.measures import Measures
-from headprune.app.models import LoadedModel, load_model, positions_of
-from headprune.app.options import DataOptions, FinetuneOptions, Options
+from headprune.app.models import LoadedModel, load_model, numbers_given, positions_of
+from headprune.app.options import DataOptions, FinetuneOptions, MetricOptions, Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import name_of, narrow, placed, placing_of, stored_size, widen
 from headprune.attention import AttentionLayer
 from headprune.batches import is_out_of_memory, shaped
 from headprune.errors import HeadPruneError, PruneError, ScoresError, first_line
+from headprune.evaluation import Measurement, Texts, evaluate
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
+from headprune.generation import Generation, Spans
 from headprune.inputs import call, model_device, move, unlabelled, without_labels
+from headprune.metrics import TEXTS, metric_named
 from headprune.offload import copied
 from headprune.parallel import current
-from headprune.running import SearchConsole
+from headprune.running import Progress, SearchConsole
 from headprune.scoring import HeadScores, method_and_settings
 from headprune.scoring.base import method_named
 from headprune.surgery import answers
@@ -58,6 +60,62 @@ class Saved:
     difference: float
     weights: int
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """The metrics of a model's task, or those that were asked for.
+
+    Attributes:
+        loaded: The model, for its task and its processor.
+        options: As they were typed.
+    """
+
+    loaded: LoadedModel
+    options: MetricOptions
+
+    @property
+    def own(self) -> str:
+        """The metric that the model's logits and labels give without further work."""
+        return self.loaded.task.metric if numbers_given(self.loaded) is None else "loss"
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """The metrics to measure beside the task's own: those asked for, or Spearman's correlation for one number."""
+        return self.options.metric or (("spearman",) if numbers_given(self.loaded) == "1 number" else ())
+
+    @property
+    def first(self) -> str:
+        """The metric that decides: the first one asked for, or the task's own."""
+        return next(iter(self.further), self.own)
+
+    @property
+    def for_plans(self) -> str:
+        """The metric of plans on the choosing part: `first`, unless it is of texts, which would be generated for every plan."""
+        return self.own if TEXTS in metric_named(self.first).forms else self.first
+
+    def evaluate(self, model: nn.Module, part: Part, progress: Progress | None = None) -> Measurement:
+        """Measure a model on a part."""
+        return evaluate(model, part.batches(), metrics=self.further, texts=self.texts(part), progress=progress)
+
+    def texts(self, part: Part) -> Texts | None:
+        """How a model answers a part's examples with texts, if a metric needs them.
+
+        Raises:
+            HeadPruneError: The model's task has no such answers.
+        """
+        if not any(TEXTS in metric_named(name).forms for name in self.further):
+            return None
+        loaded, options, rows = self.loaded, self.options, [part.row(i) for i in part.order()]
+        if loaded.task.name == "question-answering":
+            return Spans(loaded.processor, rows, part.columns)
+        if loaded.task.name not in ("seq2seq", "speech-seq2seq"):
+            hint = "Choose another metric (docs/metrics.md lists them by task)."
+            raise HeadPruneError(f"A model for {loaded.task.name} gives no texts to compare.", hint)
+        target = part.columns.get("target") or part.columns["transcript"]
+        tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
+        given = {"max_new_tokens": options.max_new_tokens, "num_beams": options.num_beams}
+        return Generation(tokenizer, [str(row[target]) for row in rows], **given)
 
 
 @dataclass(frozen=True)
