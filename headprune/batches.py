@@ -76,6 +76,19 @@ class Rows:
 
         return map_paths(batch, some)
 
+    def take_evenly(self, batches: Sequence[Any], rows: Sequence[tuple[int, int]], count: int) -> list[Any]:
+        """``count`` evenly spaced examples (all, if there are no more): batches often come sorted by length.
+
+        Args:
+            rows: The examples to take from, as (batch, row in it).
+        """
+        some: dict[int, list[int]] = {}
+        count = min(count, len(rows))
+        for i in range(count):
+            index, row = rows[(2 * i + 1) * len(rows) // (2 * count)]
+            some.setdefault(index, []).append(row)
+        return [self.take(batches[index], own) for index, own in some.items()]
+
     def singles(self, batch: Any) -> list[Any]:
         """Split a batch into batches of one example."""
         return [self.take(batch, [i]) for i in range(self.size(batch))]
@@ -140,18 +153,6 @@ def apparent_size(batch: Any) -> int:
 def cost_of(batch: Any) -> float:
     """Approximate relative cost of a forward pass on a batch: its number of elements."""
     return float(sum(t.numel() for t in tensors(batch)))
-
-
-def spread(count: int, examples: int, most: int | None) -> list[int]:
-    """Indices of evenly spaced batches of ``count``, so many that they hold about ``most`` of all ``examples``.
-
-    Evenly spaced, because batches often come sorted by length.
-
-    >>> spread(4, 128, None), spread(4, 128, 64), spread(4, 128, 1)
-    ([0, 1, 2, 3], [0, 2], [0])
-    """
-    taken = count if most is None else min(count, max(1, math.floor(count * most / examples)))
-    return [i * count // taken for i in range(taken)]
 
 
 def by_names(example: Any) -> Rows:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headprune.batches import Rows, apparent_size, spread
+from headprune.batches import Rows, apparent_size, find_rows
 from headprune.errors import HeadPruneError
 from headprune.inputs import ADDED, LABELS, call, inputs_of, is_encoder_decoder, model_device, move, tensors, widened
 from headprune.parallel import current
@@ -52,7 +52,7 @@ class Divergence:
     @property
     def about(self) -> str:
         """What the divergence is, for reports."""
-        kind = "squared difference" if self.compares_numbers else "divergence (KL in nats)"
+        kind = "squared difference" if self.compares_numbers or self._regresses else "divergence (KL in nats)"
         return f"{kind} from the dense model's answers"
 
     def with_answers(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
@@ -229,17 +229,20 @@ def logits_of(output: Any, batch: Any) -> Tensor:
 # -- how near a changed model stays: what plans, and the steps of a repair, are compared by -----------
 
 MOST = 1 << 28  # bytes of the dense model's answers
-ENOUGH = 512  # examples: more hardly change which of two plans is better (docs/planning.md)
+ENOUGH = 512  # examples: more hardly change which of two plans, or of two steps, is better
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def _enough(batches: Sequence[Any], rows: Rows) -> Sequence[Any]:
-    """Evenly spaced batches with about `ENOUGH` examples."""
+def enough(model: nn.Module, batches: Sequence[Any]) -> Sequence[Any]:
+    """`ENOUGH` evenly spaced examples; all, if there are no more, or if it is not known how examples lie in the batches."""
     try:
-        examples = sum(map(rows.size, batches))
-    except HeadPruneError:  # they have other tensors than those that `rows` was found for
+        with quiet(model, attributes=False), torch.no_grad():
+            device = model_device(model)
+            rows = find_rows(model, batches, lambda batch: tensors(call(model, move(inputs_of(model, batch), device))))
+        every = [(index, row) for index, batch in enumerate(batches) for row in range(rows.size(batch))]
+    except HeadPruneError:
         return batches
-    return [batches[i] for i in spread(len(batches), examples, ENOUGH)]
+    return batches if len(every) <= ENOUGH else rows.take_evenly(batches, every, ENOUGH)
 
 
 class Fidelity:
@@ -251,37 +254,38 @@ class Fidelity:
     Args:
         model: The dense model. Its answers are kept, if they are few enough; later changes do not affect them.
         batches: Never those that results are reported on.
-        rows: How examples lie in the batches, of which `_enough` are used; None: all of them.
 
     Attributes:
         known: Whether the dense model's answers are kept: there are logits, and they are few enough (a language model's are
             not, as a rule).
+        about: What the divergence is, and of how many examples, for reports; if ``known``.
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Any], rows: Rows | None = None) -> None:
+    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
         self.model, self._divergence = model, Divergence(model, seed=0)
         device = model_device(model)
-        self._batches = [move(batch, device) for batch in (batches if rows is None else _enough(batches, rows))]
+        self._batches = [move(batch, device) for batch in batches]
         # Of several ranks, each keeps the answers to its own batches, and compares later answers on these.
         self._ranks = current()
         self._answers: dict[int, Tensor] = {}
-        self._rounding = 0.0
+        self._rounding, self.about = 0.0, ""
         try:
             tasks = [partial(self._keep, i) for i in range(len(self._batches))]
-            kept = self._ranks.share("dense answers", tasks)
-            self.known = 0 < sum(size for size, _ in kept) <= MOST
-            self._rounding = max(rounding for _, rounding in kept)
+            sizes, roundings, counts = zip(*self._ranks.share("dense answers", tasks), strict=True)
+            self.known = 0 < sum(sizes) <= MOST
+            self._rounding = max(roundings)
+            self.about = f"{self._divergence.about}, on {sum(counts):,} examples"
         except HeadPruneError:  # no logits
             self.known = False
         if not self.known:
             self._answers = {}
 
-    def _keep(self, index: int) -> tuple[int, float]:
-        """Keep the answers to a batch, unless there are too many; returns their bytes and `Divergence.rounding`."""
+    def _keep(self, index: int) -> tuple[int, float, int]:
+        """Keep the answers to a batch, unless there are too many; returns their bytes, `Divergence.rounding`, and the examples."""
         if sum(answers.nbytes for answers in self._answers.values()) > MOST:
-            return 0, 0.0
+            return 0, 0.0, 0
         answers = self._answers[index] = logits_of(self._run(self._batches[index]), self._batches[index])
-        return answers.nbytes, answers.new_tensor(self._divergence.rounding(answers)).item()
+        return answers.nbytes, answers.new_tensor(self._divergence.rounding(answers)).item(), len(answers)
 
     def divergence(self) -> float:
         """Mean divergence of the model as it is now over the examples, in nats (`Divergence`)."""

@@ -18,7 +18,7 @@ from torch import nn
 from headprune.amounts import flops
 from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.budgets import Budget, Fit, SearchOptions, Subject
-from headprune.divergence import ENOUGH, Fidelity
+from headprune.divergence import Fidelity, enough
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate
 from headprune.gates import mask
@@ -80,7 +80,7 @@ class Trials:
 
     @cached_property
     def _fidelity(self) -> Fidelity:
-        return Fidelity(self.model, self.choose, self.calibration.runner.rows)
+        return Fidelity(self.model, enough(self.model, self.choose))
 
     @property
     def changed_modules(self) -> Sequence[str]:
@@ -147,8 +147,7 @@ class Trials:
     @property
     def judged_by(self) -> str:
         """What `merit` measures, for the report."""
-        known = f"the divergence (KL) from the dense model's answers, to at most {ENOUGH} examples"
-        return known if self._fidelity.known else "the loss"
+        return f"the {self._fidelity.about}" if self._fidelity.known else "the loss"
 
     def check_compares(self) -> None:
         """Refuse to compare plans without choosing examples.

@@ -140,12 +140,18 @@ def test_other_examples_decide(trained: Classifier, classes: int) -> None:
         assert one.gain == one.before - one.after
 
 
-@pytest.mark.parametrize("form", [list, lambda batches: [(x,) for x in batches]])
-def test_about_512_other_examples_decide(form: Any, trained: Classifier) -> None:
-    """Evenly spaced ones. All of them, if they come in another form than what was fitted to."""
-    others = form(texts(1200, seed=2)[0].split(50))
-    done = hp.repair(copy.deepcopy(trained), {"attention.0": [0]}, [texts(64, seed=1)[0]], choose=others)
-    assert {trial.examples for trial in done.trials} == {500 if form is list else 1200}
+@pytest.mark.parametrize("sizes", [[50] * 24, [3, 400, 797], [1200], [1] * 512, [600, 2]])
+def test_512_other_examples_decide(sizes: list[int], trained: Classifier) -> None:
+    """Evenly spaced ones, however they lie in batches: here they come sorted, as by length, and the last ones count as much."""
+    x, _ = texts(sum(sizes), seed=2)
+    x = x[x.sum(1).argsort()]
+    done = hp.repair(
+        copy.deepcopy(trained), (drop := DROPS[2]), [texts(64, seed=1)[0]], choose=[(part,) for part in x.split(sizes)]
+    )
+    some = x[[(2 * i + 1) * len(x) // 1024 for i in range(512)]]
+    far = brute.kl(brute.logits(trained, some), brute.logits(without(trained, drop), some))
+    assert {trial.examples for trial in done.trials} == {512}
+    assert done.trials[0].before == pytest.approx(far, rel=1e-4)
 
 
 def test_without_others_it_is_estimated_by_cross_fitting() -> None:

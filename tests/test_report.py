@@ -95,7 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     }), ["- re-scored was not tried: it would take much. `--effort high` tries it.", "Protected heads: L0.H3.",
          "at least 1 query heads", "- The strategy of this run: auto."], ["compensated was"]),
     "compared by loss": (planned(judged_by="the loss", compared=compared(("latency 80%", 1), ("keep 2", 2))), [
-        "the best by the loss. Below: each plan's loss, in nats", "| order | keep 2 | latency 80% |", "| gradient | 0.125 | 0.25 (1 head) |",
+        "the best by the loss. Below: its mean for each plan on the choosing part, heads", "| order | keep 2 | latency 80% |", "| gradient | 0.125 | 0.25 (1 head) |",
     ], []),
     "a latency": (with_budget(strategy="per-layer", budget=LATE), [
         "Asked: at most 80 % of the dense model's latency; with 2 heads it is 78 % (95 %: 77 % to 79 %) at batch 32 x 9 tokens, on a "
@@ -489,7 +489,7 @@ def test_chosen_heads_beside_random_ones(report: Any) -> None:
     gain = {**data["budgets"][0]["change"], "value": 0.1, "low": 0.05, "high": 0.15, "verdict": "better"}
     data["budgets"][0] |= {"random": [0.5, 0.6], "over_random": gain}
     data["budgets"][1] |= {"random": [0.5, 0.6], "over_random": {**gain, "verdict": "no measurable change"}}
-    text, caution = report(data), "measurably beat as many random ones"
+    text, caution = report(data), "beat every draw of as many random ones beyond chance"
     assert (
         "- Better than random heads? Yes with 3 heads (+10.00 points, +5.00 to +15.00); no measurable difference with "
         "2 heads (+10.00 points, +5.00 to +15.00).\n"
@@ -497,7 +497,7 @@ def test_chosen_heads_beside_random_ones(report: Any) -> None:
     assert caution not in text
     data["budgets"][0]["random"] = [0.5, 0.75]  # beyond chance for these examples, but one draw was better
     text = report(data)
-    assert "random heads? No measurable difference with 3 heads (+10.00 points," in text
+    assert "random heads? Better than the mean of the draws, but not than each, with 3 heads (+10.00 points," in text
     assert text.index(caution) < text.index("| heads kept |") < text.index("- Recommended")
     assert caution not in report({**data, "planning": {"plan": "my.json"}})
 

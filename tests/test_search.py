@@ -216,6 +216,26 @@ def test_an_order_whose_answers_are_no_numbers_is_the_last() -> None:
         assert (plan.method, plan.drop) == ("b", {"attention": [3]})
 
 
+class Forward(torch.autograd.Function):
+    """A kernel without a backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Tensor:
+        raise RuntimeError("There is no backward pass.")
+
+
+def test_plans_that_are_not_repaired_are_compared_without_a_backward_pass() -> None:
+    model, batches = small(4, 2)
+    scores = [replace(hp.score(model, batches, "weight-norm"), method=name) for name in ("a", "b")]
+    model.bert.encoder.register_forward_hook(lambda module, args, out: type(out)(Forward.apply(out[0])))
+    (plan,) = hp.search(model, batches[:1], 5, choose=batches[1:], strategy="one-shot", scores=scores, repair=False)
+    assert plan.kept == 5
+
+
 def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
     model, batches = small(4, 2)
     choose = [labelled(model, text(12, 7, seed=7), seed=7)]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from headprune.attention import Heads, Layers
-from headprune.batches import spread
 from headprune.gates import gated
 from headprune.inputs import call, doubled, gathered, inputs_of, tensors
 from headprune.planning.order import Unit
+from headprune.planning.strategies import spread
 from headprune.repairing import Calibration, OutputProjection, RepairWeights, fit_layers
 from headprune.repairing.directions import inputs_of_heads
 from headprune.repairing.examples import probe_of

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from headprune.attention import Heads
-from headprune.batches import apparent_size, spread
+from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.losses import ExampleLoss
 from headprune.planning.effects import effects
 from headprune.planning.order import SLICES, Order, Unit, sliced
-from headprune.planning.strategies import Search, SearchState, Work, flops_of_pass, strategy
+from headprune.planning.strategies import Search, SearchState, Work, flops_of_pass, spread, strategy
 from headprune.repairing import Calibration, fit_layers
 from headprune.repairing.runner import Runner
 

@@ -6,6 +6,7 @@ count is the same on every machine, so the same seed gives the same plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,18 @@ def flops_of_pass(model: nn.Module, batches: Sequence[Any]) -> float:
     sized = sorted(batches, key=lambda batch: sum(t.numel() for t in tensors(batch)))
     batch = sized[len(sized) // 2]
     return latency.flops(model, inputs_of(model, batch)) / apparent_size(batch) * sum(map(apparent_size, batches))
+
+
+def spread(count: int, examples: int, most: int | None) -> list[int]:
+    """Indices of evenly spaced batches of ``count``, so many that they hold about ``most`` of all ``examples``.
+
+    Evenly spaced, because batches often come sorted by length.
+
+    >>> spread(4, 128, None), spread(4, 128, 64), spread(4, 128, 1)
+    ([0, 1, 2, 3], [0, 2], [0])
+    """
+    taken = count if most is None else min(count, max(1, math.floor(count * most / examples)))
+    return [i * count // taken for i in range(taken)]
 
 
 @dataclass(frozen=True)

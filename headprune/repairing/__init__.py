@@ -22,7 +22,7 @@ from torch import nn
 from headprune import input_specs
 from headprune.arguments import Plan, given_to_choose, heads_of, layers_for, listed, together
 from headprune.attention import AttentionLayer, Heads, check_heads
-from headprune.divergence import Fidelity
+from headprune.divergence import Fidelity, enough
 from headprune.fingerprint import identity
 from headprune.inputs import check_weights, inputs_of
 from headprune.plans import PruningPlan, note_repaired
@@ -108,7 +108,7 @@ def _repair(calibration: Calibration, drop: Heads, choose: Sequence[Any] | None,
     runner = calibration.runner
     if not any(projection.loses(drop) for projection in calibration.projections):
         return Repair({}, runner.examples, 0, 0, notes=calibration.notes)
-    fidelity = None if choose is None else Fidelity(calibration.model, choose, runner.rows)
+    fidelity = None if choose is None else Fidelity(calibration.model, enough(calibration.model, choose))
     weights = checked_repair(calibration, drop, fidelity, STEPS if answers else LAYER_STEPS)
     calibration.write(weights.by_module)
     return summary(calibration, weights, runner.passes)

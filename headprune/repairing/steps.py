@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headprune.attention import Heads
 from headprune.batches import is_out_of_memory
-from headprune.divergence import Fidelity
+from headprune.divergence import ENOUGH, Fidelity
 from headprune.errors import HeadPruneError
 from headprune.repairing.calibration import Calibration
 from headprune.repairing.examples import NOT_FITTED, SEVERAL
@@ -33,7 +33,6 @@ from headprune.uncertainty import p_value, spread
 
 _LEAST = 4  # examples: two or three may agree by accident
 _ENOUGH = 100  # examples: with so many, every step that lowers the mean is kept
-_MOST = 512  # examples that are cross-fitted
 _AGAIN = 0.5  # of the divergence: a step that leaves less went so far that its gradients have changed
 _AGAIN_TOKENS = 0.9  # likewise, where an example has many answers: there a step is shorter
 NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
@@ -227,13 +226,8 @@ class _Crossed:
         for fold in range(FOLDS):
             of_fold = [torch.nonzero(runner.fold(index) == fold).flatten() for index in range(len(runner.batches))]
             rows = [(index, row) for index, own in enumerate(of_fold) for row in own.tolist()]
-            some: dict[int, list[int]] = {}
-            count = min(_MOST // FOLDS, len(rows))
-            for i in range(count):  # evenly spaced: batches often come sorted by length
-                index, row = rows[(2 * i + 1) * len(rows) // (2 * count)]
-                some.setdefault(index, []).append(row)
-            batches = [runner.rows.take(runner.batches[index], own) for index, own in some.items()]
-            self._folds.append((Fidelity(calibration.model, batches), count))
+            batches = runner.rows.take_evenly(runner.batches, rows, ENOUGH // FOLDS)
+            self._folds.append((Fidelity(calibration.model, batches), min(ENOUGH // FOLDS, len(rows))))
 
     def __call__(self, weights: RepairWeights) -> tuple[Tensor, Tensor]:
         """Divergence ``[examples]`` on the examples that were fitted to, and the estimate for others."""

@@ -112,7 +112,9 @@ def curve_table(metrics: Metrics) -> Table:
     methods, rows = [*dict.fromkeys(p.method for p in points)], []
     for asked in sorted({p.asked for p in points}, reverse=True):
         draws = ([p.value for p in points if (p.method, p.asked) == (method, asked)] for method in methods)
-        rows.append((str(asked), *(numbers.value(numbers.mean_of(d, metric), metric) if d else "–" for d in draws)))
+        kept = sorted({p.kept for p in points if p.asked == asked})
+        size = str(asked) if kept == [asked] else f"{'/'.join(map(str, kept))} (asked: {asked})"
+        rows.append((size, *(numbers.value(numbers.mean_of(d, metric), metric) if d else "–" for d in draws)))
     return Table(("heads kept", *methods), rows)
 
 

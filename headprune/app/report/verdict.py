@@ -85,14 +85,14 @@ def limits_metric(budgets: Sequence[BudgetResult]) -> bool:
 
 def against_random(metrics: Metrics, budget: BudgetResult) -> str:
     """Whether heads were chosen better than by chance: ``"better"`` or ``"worse"`` (than the mean of the random draws beyond chance,
-    and than every draw), or ``"no measurable difference"``.
+    and than every draw), or ``""``.
     """
     value, draws = like_random(budget).metrics[metrics.metric], budget.random
     sign = 1 if metric_named(metrics.metric).higher else -1
     better, worse = (all(way * sign * (value - draw) > 0 for draw in draws) for way in (1, -1))
     word = "better" if better else "worse" if worse else ""
     if not word or (budget.over_random is not None and budget.over_random.verdict != word):
-        return "no measurable difference"
+        return ""
     return word
 
 
@@ -233,11 +233,17 @@ def over_random_line(metrics: Metrics) -> str:
         gain = numbers.change(b.over_random, metrics.metric).replace(" (", ", ") if b.over_random else ""
         return f"{head_count(b.kept)}{f' ({gain}' if gain else ''}"
 
-    answers = {"better": "yes", "worse": "no, worse", "no measurable difference": "no measurable difference"}
-    parts = []
-    for word, answer in answers.items():
-        if some := [size(b) for b in largest_first(metrics) if against_random(metrics, b) == word]:
-            parts.append(f"{answer} with {listed(some)}")
+    def answer(b: BudgetResult) -> str:
+        if word := against_random(metrics, b):
+            return {"better": "yes", "worse": "no, worse"}[word]
+        if b.over_random is not None and b.over_random.verdict in ("better", "worse"):
+            return f"{b.over_random.verdict} than the mean of the draws, but not than each,"
+        return "no measurable difference"
+
+    sizes: dict[str, list[str]] = {}
+    for b in largest_first(metrics):
+        sizes.setdefault(answer(b), []).append(size(b))
+    parts = [f"{text} with {listed(some)}" for text, some in sizes.items()]
     return f"Better than random heads? {capital('; '.join(parts))}."
 
 
@@ -296,7 +302,7 @@ def _no_better_than_random(metrics: Metrics) -> Iterator[str]:
     verdicts = {against_random(metrics, b) for b in metrics.budgets}
     if metrics.planning.plan is None and "better" not in verdicts:
         yield (
-            "At no size did the chosen heads measurably beat as many random ones, so this run does not show that it matters which heads go."
+            "At no size did the chosen heads beat every draw of as many random ones beyond chance, so this run does not show that it matters which heads go."
         )
 
 

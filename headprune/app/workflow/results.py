@@ -46,6 +46,9 @@ CarriedOut = tuple[documents.BudgetResult, nn.Module]
 """A plan's result for the report, and its pruned model."""
 
 
+_NOTHING_REPAIRED = "Nothing was repaired: no output projection (W_O) that loses heads can be refitted."
+
+
 def carry_out(fit: Fit, controls: Sequence[Order], scene: PruneScene) -> CarriedOut:
     """Carry out a plan; its result for the report, and its pruned model, loaded from the folder that it was saved to.
 
@@ -61,8 +64,9 @@ def carry_out(fit: Fit, controls: Sequence[Order], scene: PruneScene) -> Carried
     except HeadPruneError:  # a folder of an interrupted run may be damaged
         scene.store.forget(f"model {asked}")
         return carry_out(fit, controls, scene)
-    if saved.note:
-        scene.console.say(saved.note)
+    nothing = repair is None and scene.config.search.repair
+    remarks = [text for text in (_NOTHING_REPAIRED if nothing else "", saved.note) if text]
+    scene.console.say(*remarks)
     dense, pruned = scene.measure("dense", scene.model), scene.measure(f"pruned {asked}", model)
     drawn = [order.plan(plan.kept).drop for order in controls]
     random = [scene.measure(f"random {asked} {i}", drop, repaired=True) for i, drop in enumerate(drawn)]
@@ -83,7 +87,7 @@ def carry_out(fit: Fit, controls: Sequence[Order], scene: PruneScene) -> Carried
     )
     result = documents.BudgetResult(
         **{name: getattr(plan, name) for name in ("asked", "kept", "total", "method", "strategy")}, name=head_count(plan.kept),
-        budget=record, notes=(*plan.notes, *filter(None, [saved.note])),
+        budget=record, notes=(*plan.notes, *remarks),
         drop={name: tuple(heads) for name, heads in plan.drop.items()},
         pruned=documents.Measured.of(pruned, metric), change=compare(dense, pruned, metric),
         changes=tuple(compare(dense, pruned, name) for name in scene.measures.further[1:]), answers=_changed_answers(scene, dense, pruned),
