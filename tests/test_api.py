@@ -97,6 +97,7 @@ def answers(model: nn.Module, example: Any) -> Tensor:
 # -- the way through -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @EACH
 def test_search_repair_prune_measure_save_load(name: str, tmp_path: Path) -> None:
     s = SUBJECTS[name]()
@@ -202,6 +203,7 @@ def test_search_finds_what_prune_prunes(bert_folder: Path, data_folder: Path, tm
     torch.testing.assert_close(answers(model, example), answers(saved, example))
 
 
+@pytest.mark.slow
 def test_the_plan_is_of_the_order_whose_plans_are_nearest_to_the_dense_model() -> None:
     """Of all that `auto` tries: each strategy alone finds no plan that is nearer on what chooses, repaired."""
     s = bert()

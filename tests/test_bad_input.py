@@ -380,6 +380,7 @@ def test_the_cache_of_data_is_not_the_data(error: OSError, message: str, bert_fo
 # -- the process's own surroundings -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("typed", "environment", "code", "says"), [
     ("inspect ./gone", {"PYTHONOPTIMIZE": "2"}, 1, "This Python drops docstrings"),  # not even `headprune methods` ran
     ("score ./gone 2>/dev/full", {}, 1, "headprune: No dataset was given"),  # said on stdout

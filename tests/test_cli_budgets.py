@@ -10,7 +10,7 @@ import torch
 import headprune as hp
 from tests.support.commands import PRUNE, metrics_of, run, stderr_of
 
-pytestmark = pytest.mark.usefixtures("brief")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief")]
 
 
 def parameters(model: torch.nn.Module) -> int:

@@ -16,6 +16,7 @@ from tests.support.commands import run, stderr_of
 from tests.support.folders import sentences, tiny_world, write_jsonl
 from tests.support.interrupted import Processes, without_costs
 
+pytestmark = pytest.mark.slow
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 

@@ -19,7 +19,7 @@ from tests.support.commands import PRUNE, metrics_of, run, stderr_of
 from tests.support.folders import WORDS, common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 
-pytestmark = pytest.mark.usefixtures("brief", "here")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("brief", "here")]
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}

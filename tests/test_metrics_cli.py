@@ -23,6 +23,7 @@ from tests.support.commands import metrics_of, run, stderr_of
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.zoo import randomise
 
+pytestmark = pytest.mark.slow
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 COUNTED = {"train": 12, "validation": 6, "test": 24}
 rng = np.random.default_rng(0)

@@ -62,6 +62,19 @@ def test_orders_are_compared_and_the_used_one_is_drawn(bert_folder: Path, data_f
     assert planning["work"]["re-scored"]["passes"] > planning["work"]["compensated"]["passes"] > 0
 
 
+def test_a_run_that_can_repair_nothing_says_so(data_folder: Path, here: Path) -> None:
+    """Nystromformer adds to the heads' outputs before W_O, which so cannot be refitted. Its random heads are not repaired, either."""
+    config = tf.NystromformerConfig(**common(num_landmarks=16, segment_means_seq_len=16, conv_kernel_size=3))
+    randomise(tf.NystromformerForSequenceClassification(config)).save_pretrained("model")
+    tokenizer().save_pretrained("model")
+    said = run("prune", "model", "-d", data_folder, "-L", 40, "-m", "gradient", "-k", 6, "-o", "run").stderr
+    report, why = (here / "run" / "report.md").read_text(), "Nothing was repaired: no output projection (W_O)"
+    assert why in " ".join(said.split())
+    assert why in report
+    assert "draws of as many heads. Chosen heads" in report
+    assert metrics_of(here / "run")["budgets"][0]["repair"] is None
+
+
 def test_later_budgets_need_no_search(scored: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished run has its orders, whose plans are nested; for fewer heads, or another search, they are made anew."""
     run(*PRUNE, 6, "-k", 3, "-o", "first", "--scores", scored)

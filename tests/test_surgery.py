@@ -409,6 +409,7 @@ def deep() -> tuple[Any, dict[str, list[int]], Tensor]:
     return model, drop, torch.randint(0, 50, (2, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finest", [None, 1e-6])
 def test_rounding_of_a_deep_model_is_told_from_a_wrong_cut(
     finest: float | None, monkeypatch: pytest.MonkeyPatch
