@@ -22,8 +22,8 @@ test-slow: install  ## end-to-end runs, on minilm-rt too where it lies beside th
 mutations: $(VENV)/.strength  ## what the tests say of small mistakes in planning, surgery and repair (CONTRIBUTING.md); up to MINUTES, then go on
 	$(BIN)/python tools/mutations.py --minutes $(MINUTES)
 
-lines: $(VENV)/.strength  ## how much of headprune the fast tests run, by file; ten to twenty minutes
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow" --cov=headprune --cov-report=term:skip-covered --cov-fail-under=92
+lines: $(VENV)/.strength  ## how much of headprune the tests run, by file; twenty to forty minutes
+	$(BIN)/python -m pytest -q -n $(JOBS) --cov=headprune --cov-report=term:skip-covered --cov-fail-under=92
 
 coverage: install  ## every model type of transformers, against docs/coverage.md; about ten minutes
 	$(BIN)/python benchmarks/coverage_types.py --check
