@@ -201,8 +201,17 @@ def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> Sources:
 
 
 def constraints_of(options: SearchOptions, layers: Layers) -> Constraints:
-    """The constraints for a model's maskable layers; raises HeadPruneError for a layer or head that is not there."""
-    return Constraints.parse(options.protect, layers, options.min_heads_per_layer)
+    """The constraints for a model's maskable layers.
+
+    Raises:
+        HeadPruneError: A layer or head that is not there; a budget of fewer heads than have to stay.
+    """
+    constraints = Constraints.parse(options.protect, layers, options.min_heads_per_layer)
+    total = sum(layer.num_heads for layer in layers)
+    for budget in options.budgets:
+        if (keep := budget.heads(total)) is not None:
+            constraints.check(keep, layers)
+    return constraints
 
 
 @dataclass(frozen=True)

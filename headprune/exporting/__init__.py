@@ -138,7 +138,7 @@ def stock(model: nn.Module, path: Path, processor: Any, dtype: str, name: str) -
     try:
         same: Any = to_stock(model) if structure_of(model) else model
     except NotStockError as error:
-        hint = "Load the folder as it is, with trust_remote_code=True; or prune by --strategy uniform, which keeps to stock classes."
+        hint = "Load the folder as it is, with trust_remote_code=True. Where a stock class can have fewer heads, --strategy uniform keeps to it (docs/planning.md)."
         raise HeadPruneError(error.args[0], hint) from error
     if dtype != "float32":
         same = copy.deepcopy(same)

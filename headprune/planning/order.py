@@ -54,6 +54,18 @@ class Constraints:
         """How many heads a layer may lose, by ``min_heads``; protected heads are not counted here."""
         return max(layer.num_heads - self.min_heads, 0) if layer.prunable else 0
 
+    def check(self, keep: int, layers: Layers) -> None:
+        """Refuse a number of heads that no plan can keep, whatever its order.
+
+        Raises:
+            HeadPruneError: More than ``keep`` heads have to stay.
+        """
+        able = (min(self.room(layer), layer.num_heads - len(self.protected(layer))) for layer in layers)
+        least = sum(layer.num_heads for layer in layers) - sum(able)
+        if keep < least:
+            message = f"{least} heads have to stay ({'; '.join(why_stay(layers, self))}), so {keep} is out of reach."
+            raise HeadPruneError(message, f"Keep at least {least}.")
+
 
 def _address(text: str, layers: Layers) -> tuple[AttentionLayer, Iterable[int]]:
     single = re.fullmatch(r"(.+)\.H(\d+)", text)

@@ -222,6 +222,8 @@ LATER: list[Row] = [
     row(f"{PRUNE} -L 10 --keep 8", "keeps all 8 heads, so there is nothing to prune"),
     row(f"{PRUNE} -L 10 --keep 2 --keep 9", "more than all 8 heads"),
     row(f"{PRUNE} -L 10 --keep 1%", "leaves no head"),
+    row(f"{PRUNE} -L 10 --keep 3 --protect L0", "4 heads have to stay .protected: L0., so 3 is out of reach. Keep at least 4"),
+    row(f"{PRUNE} -L 10 --keep 5 --min-heads-per-layer 3", "6 heads have to stay .at least 3 in every layer., so 5 is out"),
     *rows("no attention layer named 'L7'|no head 9", f"{PRUNE} -L 10 --keep 4 --protect …", "L7 L0.H9"),
     *rows("met by the dense model", f"{PRUNE} -L 10 --target-…", "params=1G flops=1T latency=60000"),
     row(f"{PRUNE} -L 10 --target-kv-cache 50%", "no key/value cache"),
