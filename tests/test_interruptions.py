@@ -166,9 +166,9 @@ def test_without_o_the_same_command_goes_on_and_another_goes_elsewhere(here: Pat
 
 def test_a_wrong_command_leaves_its_folder_to_the_next(here: Path) -> None:
     """What it had found is of use: the scores are not made again."""
-    command = ["prune", "m", "-d", "d", "-k", "2", "-m", "gradient", "-s", "one-shot"]
-    assert "out of reach" in stderr_of(*command, "--protect", "L0", code=1)
-    assert "scoring by gradient" not in run(*command).stderr
+    command = ["prune", "m", "-d", "d", "-m", "gradient", "-s", "one-shot", "--target-params"]
+    assert "out of reach" in stderr_of(*command, "1%", code=1)
+    assert "scoring by gradient" not in run(*command, "95%").stderr
     assert [p.name for p in (here / "reports").iterdir()] == ["m-1"]
 
 
