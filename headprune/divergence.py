@@ -52,7 +52,7 @@ class Divergence:
     @property
     def about(self) -> str:
         """What the divergence is, for reports."""
-        kind = "squared difference" if self.compares_numbers or self._regresses else "divergence (KL in nats)"
+        kind = "squared difference" if self.compares_numbers else "divergence (KL in nats)"
         return f"{kind} from the dense model's answers"
 
     def with_answers(self, batch: Mapping[str, Any], start: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Divergence:
         with torch.no_grad():
             known = self._logits(batch)
         batch = {**batch, KNOWN: known}
-        self.compares_numbers |= self._are_numbers(known)
+        self.compares_numbers |= self.are_numbers(known)
         if self.compares_numbers or self._several:
             return batch
         # An example's draws do not depend on its batch or padding.
@@ -78,7 +78,7 @@ class Divergence:
 
     def between(self, known: Tensor, now: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``, from the dense model's logits (`logits_of`) and this model's."""
-        squared, numbers = 1.0, self._are_numbers(known)
+        squared, numbers = 1.0, self.are_numbers(known)
         if not numbers:
             known, now, squared = known / self.temperature, now / self.temperature, self.temperature**2
         if self._several:
@@ -96,7 +96,7 @@ class Divergence:
 
     def rounding(self, known: Tensor) -> float:
         """The divergence of equal answers by rounding: in float32, sums of logarithms are off by about 1e-7 nats."""
-        return 1e-12 if self._are_numbers(known) or known.dtype == torch.float64 else 1e-7
+        return 1e-12 if self.are_numbers(known) or known.dtype == torch.float64 else 1e-7
 
     def surrogate(self, batch: Mapping[str, Any]) -> Tensor:
         """Cross-entropy against labels drawn from the dense model, ``[batch]``.
@@ -110,7 +110,8 @@ class Divergence:
         logits = self._logits(batch)
         return self.mean(F.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch[DRAWN], reduction="none"), batch)
 
-    def _are_numbers(self, logits: Tensor) -> bool:
+    def are_numbers(self, logits: Tensor) -> bool:
+        """Whether answers are real numbers, which are compared by squared differences, not classes."""
         return self._regresses or (logits.shape[-1] == 1 and not self._several)
 
     def mean(self, each: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -285,6 +286,7 @@ class Fidelity:
         if sum(answers.nbytes for answers in self._answers.values()) > MOST:
             return 0, 0.0, 0
         answers = self._answers[index] = logits_of(self._run(self._batches[index]), self._batches[index])
+        self._divergence.compares_numbers |= self._divergence.are_numbers(answers)
         return answers.nbytes, answers.new_tensor(self._divergence.rounding(answers)).item(), len(answers)
 
     def divergence(self) -> float:

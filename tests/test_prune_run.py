@@ -57,6 +57,7 @@ def test_orders_are_compared_and_the_used_one_is_drawn(bert_folder: Path, data_f
     nearness = {name: prod(plan["divergence"] for plan in order["plans"]) for name, order in compared.items()}
     (used,) = [name for name, order in compared.items() if order["used"]]
     assert used == min(nearness, key=nearness.__getitem__)
+    assert planning["judged_by"] == "the divergence (KL in nats) from the dense model's answers, on 30 examples"
     assert [(plan["budget"], plan["kept"]) for plan in compared[used]["plans"]] == [("keep 6", 6), ("keep 4", 4)]
     assert [(point["method"], point["asked"]) for point in curve] == [("dense", 8), *((used, n) for n in (6, 4, 3))]
     assert planning["work"]["re-scored"]["passes"] > planning["work"]["compensated"]["passes"] > 0

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.divergence import Fidelity
 from tests.support import brute, cases
 from tests.support.checks import hooks, same, state
 from tests.support.errors import refuses
@@ -152,6 +153,17 @@ def test_512_other_examples_decide(sizes: list[int], trained: Classifier) -> Non
     far = brute.kl(brute.logits(trained, some), brute.logits(without(trained, drop), some))
     assert {trial.examples for trial in done.trials} == {512}
     assert done.trials[0].before == pytest.approx(far, rel=1e-4)
+
+
+def test_answers_of_one_number_are_said_to_be_compared_by_squares(trained: Classifier) -> None:
+    """They were, but a report called it a divergence in nats."""
+    numbers = copy.deepcopy(trained)
+    numbers.answer = nn.Linear(16, 1)
+    x, _ = texts(6, seed=1)
+    assert [Fidelity(model, [x[:4], x[4:]]).about for model in (trained, numbers)] == [
+        "divergence (KL in nats) from the dense model's answers, on 6 examples",
+        "squared difference from the dense model's answers, on 6 examples",
+    ]
 
 
 def test_without_others_it_is_estimated_by_cross_fitting() -> None:

@@ -81,7 +81,7 @@ def orders(metrics: Metrics) -> dict[str, str]:
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
     by_scores = STRATEGIES.get("one-shot" if planning.strategy == AUTO else planning.strategy)
-    known = {**abouts(), "random": "Heads drawn at random, the control."}  # in curves of earlier versions
+    known = {**abouts(), "random": "Heads drawn at random, the control."}
     about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}" if by_scores else ""
     other = f"By the scores of that name ({by_scores.name}): {about}" if by_scores else ""
     texts = {name: known.get(name, other) for name in names if name not in ("", "dense")}
