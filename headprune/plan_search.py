@@ -201,11 +201,7 @@ def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> Sources:
 
 
 def constraints_of(options: SearchOptions, layers: Layers) -> Constraints:
-    """The constraints for a model's maskable layers.
-
-    Raises:
-        HeadPruneError: A layer or head that is not there; a budget of fewer heads than have to stay.
-    """
+    """The constraints for a model's maskable layers; raises HeadPruneError for heads that do not exist, or too few to keep."""
     constraints = Constraints.parse(options.protect, layers, options.min_heads_per_layer)
     total = sum(layer.num_heads for layer in layers)
     for budget in options.budgets:
