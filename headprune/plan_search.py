@@ -58,6 +58,7 @@ class Trials:
         choose: Other examples, on which plans are compared.
         repair: Whether the kept heads are refitted in a trial.
         biases: Whether repair may give a bias to output projections without one.
+        fit_choose: Whether the last step of a whole repair is fitted to ``choose`` as well; not where they prove a budget.
         metric: The metric of the trade-off curve, and of a budget of lost accuracy.
         loss_fn: As for `headprune.evaluate`.
         store: Keeps the measurements.
@@ -69,6 +70,7 @@ class Trials:
     choose: Sequence[Any]
     repair: bool = True
     biases: bool = True
+    fit_choose: bool = False
     metric: str = "loss"
     loss_fn: LossFn | None = None
     store: Store = field(default_factory=Store)
@@ -76,7 +78,8 @@ class Trials:
     @cached_property
     def calibration(self) -> Calibration:
         """The calibration for repair, on ``batches``; without repair, one that refits nothing."""
-        return calibrate(self.model, self.layers, self.batches, repair=self.repair, biases=self.biases)
+        others = self.choose if self.fit_choose else ()
+        return calibrate(self.model, self.layers, self.batches, repair=self.repair, biases=self.biases, others=others)
 
     @cached_property
     def _fidelity(self) -> Fidelity:
@@ -360,18 +363,16 @@ def _make_orders(start: SearchStart, sources: Sources, trials: Trials, console: 
             search = replace(start.search, scores=scores, progress=progress)
             make = partial(arrange, search, strategy, start.levels, trials.merit, start.kinds, start.counts)
             orders[name] = trials.store.get(f"order {name}", make)
-    if len(orders) > 1 and trials.passes:
-        examples = trials.calibration.runner.examples
-        console.say(f"All orders together took about {trials.passes:.0f} forward passes over {examples:,} examples.")
+    if len(orders) > 1 and (passes := trials.passes):
+        over = f"{passes:.0f} forward passes over {trials.calibration.runner.examples:,} examples"
+        console.say(f"All orders together took about {over}.")
     return orders
 
 
 def _fit_budgets(
-    budgets: Sequence[Budget],
-    orders: Mapping[str, Order],
-    subject_for: Callable[[Budget], Subject],
+    budgets: Sequence[Budget], orders: Mapping[str, Order], subject_for: Callable[[Budget], Subject],
     console: SearchConsole,
-) -> dict[str, tuple[Fit, ...]]:
+) -> dict[str, tuple[Fit, ...]]:  # fmt: skip
     """The plans of every order that meets all budgets; tells the console why others do not.
 
     Raises:

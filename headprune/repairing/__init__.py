@@ -62,18 +62,19 @@ def repair(
     to the dense W_O's outputs. The kept heads' values are fitted too, where that does better on held-out examples. The
     removed heads' columns become zero: the model answers as it will after `headprune.prune`, which you call next.
 
-    Formulas and sources: docs/planning.md, Repair. Every step is fitted to all of ``batches``, and kept only if it
+    Formulas and sources: docs/planning.md, Repair. Every step is fitted to all of ``batches``, and kept only if that
     brings the answers nearer to the dense model's on ``choose``; with few examples, by more than chance.
 
     Args:
         model: The dense model, or one pruned before; its outputs are the target of the fit.
         plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to remove.
         batches: Inputs of the model, or pairs ``(inputs, labels)``. Never those that results are reported on.
-        choose: Other batches, which decide what steps are kept. By default cross-fitting on ``batches``, less surely.
+        choose: Other batches, which decide what steps are kept; the last step, if kept, is fitted to them too. By default
+            cross-fitting on ``batches`` decides, less surely.
         layers: From `headprune.find_attention`, to save the trace.
         ridge: Strength towards the old weights; it turns ``answers`` off. By default cross-validated for each layer.
         values: Whether value projections are refitted too: about two passes more.
-        mixtures: Whether to fit also to mixtures of texts with one answer each: up to three times as many examples.
+        mixtures: Whether to fit to mixtures of texts in their place, where a text has one answer.
         answers: Whether all W_O that lose heads are then fitted together to the dense model's answers.
         biases: Whether a W_O without a bias gets one, for the removed heads' mean. A stock class may have no place for it.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
@@ -94,8 +95,8 @@ def repair(
     fits = ridge != math.inf
     with torch.inference_mode(False), together(accelerator, model, batches):
         calibration = calibrate(
-            model, layers, batches, values=values and fits, mixtures=mixtures and fits, biases=biases, ridge=ridge,
-            progress=progress,
+            model, layers, batches, values=values and fits, mixtures=mixtures and fits, biases=biases,
+            others=others or (), ridge=ridge, progress=progress,
         )  # fmt: skip
         result = _repair(calibration, drop, others, answers and ridge is None)
     note_repaired(model, before, drop)

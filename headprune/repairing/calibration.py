@@ -20,13 +20,12 @@ from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.parallel import current
 from headprune.pruned.structure import remove_biases
 from headprune.repairing.directions import Directions, find_directions, refittable_values, room
-from headprune.repairing.examples import DenseAnswers, dense_answers, mixed_texts
+from headprune.repairing.examples import ENOUGH, DenseAnswers, dense_answers, mixed_texts, mixtures_of_each
 from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, is_transposed, output_projections
 from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Calls, Runner
 from headprune.running import Progress, exact_attention
 
-_MOST_EXAMPLES = (4096, 2048)  # with their mixtures: for one mixture per example, and for two
 _REMEMBERED = 8  # cached fits of one W_O by one step: a search, its trials and the pruning reuse them
 
 
@@ -56,7 +55,8 @@ class Calibration:
     Attributes:
         layers: The model's attention layers.
         runner: The model, its output projections and the examples; once there are `statistics`, with mixtures of them.
-        mixtures: How many mixtures of every example are fitted to as well.
+        mixes: Whether mixtures of the examples are fitted to, where possible.
+        others: Batches of further examples, which the last step is fitted to as well.
         notes: What cannot be refitted, and why.
         repairs: Whether anything will be refitted. If not, no sums are kept, and a search measures the old weights.
         ridge: Strength of the ridge towards the old weights; None: the best by cross-validation; infinite: no refit.
@@ -65,7 +65,8 @@ class Calibration:
 
     layers: Layers
     runner: Runner
-    mixtures: int
+    mixes: bool
+    others: Sequence[Any]
     notes: tuple[str, ...]
     repairs: bool
     ridge: float | None
@@ -96,9 +97,10 @@ class Calibration:
         """About how many forward passes over the examples `statistics` takes; a backward pass counts as two."""
         if not self.repairs:
             return 0.0
-        mixtures = mixed_texts(self.runner.batches, self.runner.rows, self.mixtures, 0)
-        times = sum(len(each.firsts) for each in mixtures) / self.runner.examples
-        return bool(self.share) + (3 + self.share) * (1 + times)
+        runner = self.runner
+        mixed = self.mixes and bool(mixed_texts(runner.batches[:1], runner.rows, 1, 0))
+        times = mixtures_of_each(runner.examples) + (2 * runner.examples <= ENOUGH) if mixed else 1
+        return bool(self.share) + (3 + self.share) * times
 
     @property
     def share(self) -> int:
@@ -111,8 +113,8 @@ class Calibration:
         runner, before = self.runner, self.runner.passes
         with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
             wanted = self.repairs and self.projections
-            if wanted:
-                runner.add_mixtures(self.mixtures)
+            if wanted and self.mixes:
+                runner.add_mixtures()
             directions = find_directions(runner)
             moments = _sum_moments(runner, directions, self.progress) if wanted else {}
             if moments is None:  # the model gives no answer to a mixture
@@ -125,7 +127,15 @@ class Calibration:
         """The dense answers that the last step is fitted to, or why there are none; and the passes that they took."""
         _ = self.statistics  # first, since they add mixtures to the examples
         runner, before = self.runner, self.runner.passes
-        return dense_answers(runner), runner.passes - before
+        answers = dense_answers(runner)
+        if self.others and not isinstance(answers, str):
+            further = Runner(runner.model, runner.projections, self.others)
+            if runner.mixtures:
+                further.add_mixtures()
+            both = dense_answers(runner, further)
+            answers = answers if isinstance(both, str) else both
+            runner.count(further.passes * further.examples)
+        return answers, runner.passes - before
 
     def losing(self, drop: Heads) -> list[OutputProjection]:
         """The output projections that lose heads, and on which the model's answers depend."""
@@ -208,6 +218,7 @@ def calibrate(
     values: bool = True,
     mixtures: bool = True,
     biases: bool = True,
+    others: Sequence[Any] = (),
     ridge: float | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
@@ -218,9 +229,9 @@ def calibrate(
     Args:
         repair: Whether to refit anything.
         values: Whether to refit values too, where possible.
-        mixtures: Whether to fit to mixtures of the examples too, where possible (`headprune.repairing.examples`).
+        mixtures: Whether to fit to mixtures of the examples, where possible (`headprune.repairing.examples`).
         biases: Whether output projections without a bias can be given one.
-        ridge, progress: As of `Calibration`.
+        others, ridge, progress: As of `Calibration`.
     """
     notes: list[str] = []
     with torch.inference_mode(False):
@@ -230,10 +241,8 @@ def calibrate(
     runner = Runner(model, projections, batches)
     if runner.values:
         _keep_refittable_values(runner, notes)
-    enough = (times * runner.examples <= most for times, most in enumerate(_MOST_EXAMPLES, 2))
-    times = sum(enough) if repair and mixtures else 0
     ridge = ridge if repair else torch.inf
-    return Calibration(layers, runner, times, tuple(notes), repair, ridge, progress)
+    return Calibration(layers, runner, mixtures, others, tuple(notes), repair, ridge, progress)
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
@@ -257,20 +266,20 @@ def _keep_refittable_values(runner: Runner, notes: list[str]) -> None:
 
 
 def _sum_moments(runner: Runner, directions: Directions, progress: Progress | None) -> dict[str, Moments] | None:
-    """The sums over the tokens of all examples and mixtures, and `Runner.dense_answers`; None if a mixture gets no answer."""
-    device, batches = None if is_offloaded(runner.model) else model_device(runner.model), runner.everything
+    """The sums over the tokens of `Runner.fitted`, and `Runner.dense_answers`; None if a mixture gets no answer."""
+    device = None if is_offloaded(runner.model) else model_device(runner.model)
+    batches, fitted = runner.everything, runner.fitted
     sums = {p.name: Moments(len(p.weight) + directions.more(p), p.weight.shape[1], device) for p in runner.projections}
 
     def add(i: int) -> tuple[bool, Tensor | None]:
         rest: Calls = {}
-        mixed = i >= len(runner.batches)
         try:
             xs, ys, token_weights, answers = runner.recorded_with_weights(i, directions.recording(rest))
         except Exception as error:  # a model may want a certain end of a text, and raise anything
-            if not mixed or is_out_of_memory(error):
+            if i in runner.own or is_out_of_memory(error):
                 raise
             return False, None
-        if mixed and answers is None:
+        if i not in runner.own and answers is None:
             return False, None
         folds: dict[Any, list[Tensor]] = {}
         finite: dict[str, Tensor] = {}  # read for all layers at once, since every read waits for the GPU
@@ -292,15 +301,15 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
                 raise _not_finite(runner.layer(name), "what goes through its output projection is")
         return True, answers
 
-    added = runner.share("statistics", [partial(add, i) for i in range(len(batches))], batches, progress)
+    added = runner.share("statistics", [partial(add, i) for i in fitted], [batches[i] for i in fitted], progress)
     if not all(taken for taken, _ in added):
         return None
-    runner.dense_answers = {i: answers for i, (_, answers) in enumerate(added) if answers is not None}
+    runner.dense_answers = {i: a for i, (_, a) in zip(fitted, added, strict=True) if a is not None}
     for projection in runner.projections:
         moments = sums[projection.name]
         current().add(f"statistics of {projection.name}", [moments.xx, moments.xy, moments.yy])
         moments.complete()
-    runner.count(directions.shares * sum(map(runner.rows.size, batches)))
+    runner.count(directions.shares * sum(len(runner.numbers(i)) for i in fitted))
     for projection in runner.projections:
         moments = sums[projection.name]
         if not all(bool(m.isfinite().all()) for m in (moments.xx, moments.xy, moments.yy)):

@@ -4,8 +4,9 @@ The gradients of the projections give the Fisher information. The answers (one v
 target of the last repair step.
 
 A mixture is the first half of one text and the second half of another. A model was often trained on its calibration
-examples and overfits them; its answers to mixtures are more like those to unseen examples. (Like CutMix, Yun et al.
-2019, arXiv:1905.04899, but for texts, and the dense model gives the targets, so no labels are mixed. In our benchmark,
+examples and overfits them; its answers to mixtures are more like those to unseen examples. So of many texts, mixtures
+are fitted to in their place; of few, both, since more is better there (`ENOUGH`). (Like CutMix, Yun et al. 2019,
+arXiv:1905.04899, but for texts, and the dense model gives the targets, so no labels are mixed. In our benchmark,
 swapping halves of small images made repair worse, and a language model, not trained on its examples, did not change.)
 """
 
@@ -29,6 +30,7 @@ from headprune.inputs import LABELS, tensors, widened
 if TYPE_CHECKING:
     from headprune.repairing.runner import Runner
 
+ENOUGH = 1024  # examples and mixtures to fit to
 BLOCK = 4  # examples that are mixed only with one another, so that they can be left out together
 _MANY_CLASSES, _STARTS = 4096, 1 << 20  # as of a language model; starts of a token's run of random numbers
 _TEXT = {"input_ids", "attention_mask", "token_type_ids"}
@@ -52,6 +54,11 @@ class Mixed:
 def block_of(number: Tensor) -> Tensor:
     """The number of an example's block; all of a block have one parity, so they are in one fold."""
     return number // 2 // BLOCK * 2 + number % 2
+
+
+def mixtures_of_each(examples: int) -> int:
+    """How many mixtures are made of each of so many examples."""
+    return 2 if 3 * examples <= ENOUGH else 1
 
 
 def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) -> list[Mixed]:
@@ -212,17 +219,18 @@ class DenseAnswers:
     """The dense model's answers to calibration examples.
 
     The fit's targets are the differences between an example's class logits (for a multi-label or regression head, the
-    logits themselves). If there are many, each example is fitted along a few directions of its own. Mixtures of
-    examples replace the examples, or are added to them if there is room for both.
+    logits themselves). If there are many, each example is fitted along a few directions of its own.
 
     Attributes:
-        runner: The model, and all examples.
+        runner: The model, and the calibration examples.
         batches: The batches that are fitted to.
-        folds: ``[examples]``, the fold of each.
+        folds: ``[examples]``, the fold of each: of the calibration examples, or if others are fitted to as well, 0 for
+            calibration examples and 1 for others.
         left_out: ``[examples]``, the number of the group with which an example is left out in cross-validation.
         known: The dense logits ``[examples, classes]`` by batch, float64.
         basis: Orthonormal directions among the classes that count, ``[directions, classes]``.
         noise: Normal, ``[examples, directions, some]`` by batch; ``some`` is the number of directions per example.
+        others: Whether other examples are fitted to as well.
     """
 
     runner: Runner
@@ -232,6 +240,7 @@ class DenseAnswers:
     known: Sequence[Tensor]
     basis: Tensor
     noise: Sequence[Tensor]
+    others: bool
 
     @property
     def examples(self) -> int:
@@ -244,35 +253,47 @@ class DenseAnswers:
         return self.noise[0].shape[2]
 
 
-def dense_answers(runner: Runner) -> DenseAnswers | str:
-    """The model's answers to its examples (to some of many), or why there are none. The model must be dense now."""
-    mixed = [len(runner.batches) + i for i, each in enumerate(runner.mixtures) if each.shift == 1]
-    own = list(range(len(runner.batches)))
-    enough = 2 * sum(len(runner.numbers(i)) for i in mixed) >= runner.examples
-    taken = _some(runner, mixed if enough else own)
+def dense_answers(*runners: Runner) -> DenseAnswers | str:
+    """The model's answers to its examples (to some of many), or why there are none. The model must be dense now.
+
+    Args:
+        runners: The model on the calibration examples, and on others that are fitted to as well.
+    """
     try:
-        known = _answers(runner, taken)
-        basis = _basis(runner.model, known[0].shape[1])
-        # Mixtures and examples, if there is room for both.
-        if enough and 2 * runner.examples * directions(len(basis), runner.examples) <= MOST_ROWS:
-            known, taken = _answers(runner, own) + known, own + taken
+        taken = _some([(runner, i) for runner in runners for i in _own_or_mixed(runner)])
+        known = _answers(taken)
+        basis, examples = _basis(runners[0].model, known[0].shape[1]), sum(runner.examples for runner in runners)
+        # Of few, mixtures and examples, if there is room for both.
+        more = [(runner, i) for runner in runners if runner.mixtures and not runner.mixed_only for i in runner.own]
+        if more and 2 * examples * directions(len(basis), examples) <= MOST_ROWS:
+            known, taken = _answers(more) + known, more + taken
     except HeadPruneError as error:
         return f"{NOT_FITTED}: {error.args[0]}"
     if not all(bool(each.isfinite().all()) for each in known):
         return f"{NOT_FITTED}: the dense model's are not all finite."
-    batches, folds = [runner.everything[i] for i in taken], torch.cat([runner.fold(i) for i in taken])
-    numbers, examples = torch.cat([runner.numbers(i) for i in taken]), sum(map(len, known))
+    first, groups, folds = runners[0], list[Tensor](), list[Tensor]()
+    for runner, i in taken:
+        numbers, part = runner.numbers(i), runners.index(runner)
+        folds.append(torch.full_like(numbers, part) if len(runners) > 1 else runner.fold(i))
+        group = block_of(numbers) if runner.mixtures else numbers  # mixtures join examples of one block only
+        groups.append(group + part * first.examples)
+    examples = sum(map(len, known))
     some = directions(len(basis), examples)
     # Drawn once, so that an example's directions do not depend on the batch that it is in.
     noise = torch.randn(examples, len(basis), some, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    left_out = block_of(numbers) if enough else numbers  # mixtures join examples of one block only
-    by_batch = torch.split(noise, [len(each) for each in known])
-    return DenseAnswers(runner, batches, folds, left_out, known, basis, by_batch)
+    batches, by_batch = [runner.everything[i] for runner, i in taken], torch.split(noise, [len(each) for each in known])
+    folds_, groups_ = torch.cat(folds), torch.cat(groups)
+    return DenseAnswers(first, batches, folds_, groups_, known, basis, by_batch, others=len(runners) > 1)
 
 
-def _some(runner: Runner, every: Sequence[int]) -> list[int]:
-    """Some of these batches of `Runner.everything`, evenly spaced, with about `MOST_ROWS` examples at most."""
-    count = min(len(every), max(1, MOST_ROWS // max(len(runner.numbers(i)) for i in every)))
+def _own_or_mixed(runner: Runner) -> Sequence[int]:
+    """Numbers of the batches in `Runner.everything` that have every example once: as a mixture, if there are any."""
+    return [len(runner.own) + i for i, each in enumerate(runner.mixtures) if each.shift == 1] or runner.own
+
+
+def _some(every: list[tuple[Runner, int]]) -> list[tuple[Runner, int]]:
+    """Some of these batches, evenly spaced, with about `MOST_ROWS` examples at most."""
+    count = min(len(every), max(1, MOST_ROWS // max(len(runner.numbers(i)) for runner, i in every)))
     # Evenly spaced, because batches often come sorted by length.
     return [every[i * len(every) // count] for i in range(count)]
 
@@ -294,16 +315,16 @@ def logits_by_example(runner: Runner, output: object, batch: Any) -> Tensor:
     return logits
 
 
-def _answers(runner: Runner, taken: Sequence[int]) -> list[Tensor]:
+def _answers(taken: Sequence[tuple[Runner, int]]) -> list[Tensor]:
     """The dense model's logits for batches of `Runner.everything`, ``[examples, classes]`` by batch."""
-    if all(i in runner.dense_answers for i in taken):
-        return [runner.dense_answers[i] for i in taken]
-    batches = [runner.everything[i] for i in taken]
-    with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
-        tasks = [partial(_logits, runner, batch) for batch in batches]
-        logits = runner.share("answers", tasks, batches)
-    runner.count(sum(map(len, logits)))
-    return logits
+    for runner in dict.fromkeys(runner for runner, _ in taken):
+        new = [i for own, i in taken if own is runner and i not in runner.dense_answers]
+        batches = [runner.everything[i] for i in new]
+        with torch.inference_mode(False), torch.no_grad(), runner.deterministic_eval():
+            logits = runner.share("answers", [partial(_logits, runner, batch) for batch in batches], batches)
+        runner.count(sum(map(len, logits)))
+        runner.dense_answers |= dict(zip(new, logits, strict=True))
+    return [runner.dense_answers[i] for runner, i in taken]
 
 
 def _logits(runner: Runner, batch: Any) -> Tensor:

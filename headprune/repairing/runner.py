@@ -17,7 +17,7 @@ from headprune.divergence import real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.parallel import current
-from headprune.repairing.examples import Mixed, logits_by_example, mixed_texts, probe_of
+from headprune.repairing.examples import ENOUGH, Mixed, logits_by_example, mixed_texts, mixtures_of_each, probe_of
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing, wrapped
 from headprune.scoring.base import Problem
@@ -101,6 +101,21 @@ class Runner:
         """All batches: those of examples, then those of mixtures."""
         return [*self.batches, *(mixed.inputs for mixed in self.mixtures)]
 
+    @property
+    def own(self) -> Sequence[int]:
+        """The numbers of the batches of `everything` that are no mixtures."""
+        return range(len(self.batches))
+
+    @property
+    def mixed_only(self) -> bool:
+        """Whether mixtures are fitted to in the examples' place, not as well."""
+        return bool(self.mixtures) and 2 * self.examples > ENOUGH
+
+    @property
+    def fitted(self) -> Sequence[int]:
+        """The numbers of the batches of `everything` that are fitted to."""
+        return range(len(self.batches) if self.mixed_only else 0, len(self.everything))
+
     def numbers(self, index: int) -> Tensor:
         """Example numbers of a batch of `everything`, ``[examples]``; a mixture has that of its first half."""
         if index >= len(self.batches):
@@ -111,11 +126,11 @@ class Runner:
         """Cross-validation fold of every example of a batch of `everything`, ``[examples]``."""
         return self.numbers(index) % FOLDS
 
-    def add_mixtures(self, times: int) -> None:
-        """Add up to ``times`` mixtures of every example; none, unless the model gives one answer for each in the first batch."""
+    def add_mixtures(self) -> None:
+        """Add mixtures of every example, two of few; none, unless the model gives one answer for each in the first batch."""
         padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
         device = model_device(self.model)
-        texts = mixed_texts(self.batches, self.rows, times, padding)
+        texts = mixed_texts(self.batches, self.rows, mixtures_of_each(self.examples), padding)
         self.mixtures = tuple(replace(mixed, inputs=move(mixed.inputs, device)) for mixed in texts)
         if self.mixtures and not self._takes_mixtures():
             self.mixtures = ()
