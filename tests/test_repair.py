@@ -21,6 +21,7 @@ from headprune.repairing import (
     examples,
     fit_layers,
     gauss_newton,
+    runner,
 )
 from headprune.repairing import layers as layer_steps
 from headprune.repairing.examples import probe_of
@@ -137,9 +138,13 @@ def texts(left: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("size", [13, 5])
-def test_the_first_half_of_one_and_the_second_of_another(size: int, left: bool) -> None:
-    """Of the same block of four and the same fold; W_O is fitted to them too, on whichever side padding is."""
+@pytest.mark.parametrize(("size", "enough"), [(13, 39), (5, 39), (5, 38), (13, 25)])
+def test_the_first_half_of_one_and_the_second_of_another(
+    size: int, enough: int, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same block of four and the same fold; W_O is fitted to them too (of many, to them alone), on whichever side padding is."""
+    for module in (examples, runner):
+        monkeypatch.setattr(module, "ENOUGH", enough)
     model, _ = brute.classifier(2)
     layer, drop = hp.find_attention(model, texts(left))[0], {"bert.encoder.layer.0.attention.self": [1]}
     whole, seen = texts(left), list[dict[str, Tensor]]()
@@ -153,7 +158,7 @@ def test_the_first_half_of_one_and_the_second_of_another(size: int, left: bool) 
         rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
         return [ids[real].tolist() for ids, real in rows]
 
-    expected, known = {1: list[list[int]](), 2: list[list[int]]()}, tokens(whole)
+    expected, known = {shift: list[list[int]]() for shift in ((1, 2) if enough == 39 else (1,))}, tokens(whole)
     for shift, own in expected.items():
         for row, first in enumerate(known):
             block = [other for other in range(13) if other % 2 == row % 2 and other // 8 == row // 8]
@@ -161,15 +166,15 @@ def test_the_first_half_of_one_and_the_second_of_another(size: int, left: bool) 
                 second = known[block[(block.index(row) + shift) % len(block)]]
                 half = min(len(first), len(second)) // 2
                 own.append(first[:half] + second[half:])
-    assert done.mixtures == done.to_json()["mixtures"] == len(expected[1]) + len(expected[2])
-    every = expected[1] + expected[2]
+    every = [text for own in expected.values() for text in own]
+    assert done.mixtures == done.to_json()["mixtures"] == len(every)
     once = {str(given["input_ids"]): given for given in seen if all(text in every for text in tokens(given))}
     mixed = list(once.values())
     for row in (row for given in mixed for row in given["attention_mask"].tolist()):
         assert row == sorted(row, reverse=not left)
     assert [text for given in mixed for text in tokens(given)] == every
     kept, (old, bias) = brute.columns_of(layer, brute.kept_heads(layer, drop)), brute.output_of(model, layer)
-    all_tokens = brute.tokens_of(model, [layer], [*batches, *mixed])[layer.name]
+    all_tokens = brute.tokens_of(model, [layer], [*(batches if enough >= 2 * 13 else ()), *mixed])[layer.name]
     own_tokens = replace(all_tokens, x=all_tokens.x[:, kept])
     weight, free = brute.ridge_regression(own_tokens, old[kept], bias, 0.1)  # type: ignore[arg-type]
     torch.testing.assert_close(brute.output_of(mended, layer)[0][kept], weight)
@@ -652,11 +657,13 @@ def test_as_many_directions_as_there_is_room_for(shares: int, monkeypatch: pytes
 
 
 def test_many_examples_are_seen_in_part_and_have_fewer_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for room, count in (((63, 95), 0), ((64, 95), 1), ((64, 96), 2)):  # there are 32 examples
-        monkeypatch.setattr(calibration, "_MOST_EXAMPLES", room)
+    for enough, count, beside in ((63, 1, False), (64, 1, True), (95, 1, True), (96, 2, True)):  # there are 32 examples
+        for module in (examples, runner, calibration):
+            monkeypatch.setattr(module, "ENOUGH", enough)
         found = calibrated()
-        assert found.statistics.passes > 0
+        assert found.statistics.passes == pytest.approx(found.cost)
         assert {mixed.shift for mixed in found.runner.mixtures} == set(range(1, count + 1))
+        assert (0 in found.runner.fitted) == beside
     # Two rows each: mixtures alone, and examples beside them.
     for room, few, many in ((24, 1, 24), (127, 32, 32), (128, 64, 64)):
         monkeypatch.setattr(examples, "MOST_ROWS", room)

@@ -115,28 +115,29 @@ def test_few_examples_do_no_harm_to_others(trained: Classifier, examples: int, o
 def test_other_examples_decide(trained: Classifier, classes: int) -> None:
     """What a trial says is the divergence there, without the step and with it; a decision costs one pass, or two.
 
-    Of more than two classes, the last step is taken again where it more than halved the divergence.
+    Of more than two classes, the last step is taken again where it took away two fifths of the divergence. It is tried as it would
+    be without these examples, and then fitted to them too.
     """
-    (x, y), (others, _), drop, trained = texts(200, 5), texts(150, 6), DROPS[2], copy.deepcopy(trained)
+    (x, y), (others, _), drop, trained = texts(60, 5), texts(150, 6), DROPS[2], copy.deepcopy(trained)
     for name, numbers in dict(trained.answer.named_parameters()).items():
         setattr(trained.answer, name, nn.Parameter(numbers.detach()[[0, 1, 0][:classes]]))
     model, calls = copy.deepcopy(trained), list[int]()
     model.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
     done = hp.repair(model, drop, [(x, y)], choose=[others[:99], others[99:]], layers=hp.find_attention(trained, x))
     dense = brute.logits(trained, others)
-    again = [t.after < t.before / 2 for t in done.trials if t.step == "answers"]
-    assert again == [True, False][: classes - 1]
+    again = [t.after < 0.6 * t.before for t in done.trials if t.step == "answers"]
+    assert all(again[:-1])
+    assert (len(again) == 1) if classes == 2 else (len(again) > 1 and not again[-1])
     assert [t.step for t in done.trials] == ["output projections", "values", *["answers"] * len(again)]
-    assert (
-        2 + 2 <= calls.count(99) - len(again) <= 2 + 2 + len(again)
-    )  # the dense model, without any step, and with each
+    assert 4 <= calls.count(99) - len(again) <= 4 + 8 * len(again)  # the dense model, without any step, and with each
     assert {t.examples for t in done.trials} == {150}
     before = brute.kl(dense, brute.logits(without(trained, drop), others))
     assert done.trials[0].before == pytest.approx(before, rel=1e-4)
     kept = [t for t in done.trials if t.kept]
-    assert kept[-1].after == pytest.approx(brute.kl(dense, brute.logits(model, others)), rel=1e-4)
+    assert kept[-1].after >= (1 - 1e-4) * brute.kl(dense, brute.logits(model, others))
     for one, following in pairwise(done.trials):
-        assert following.before == (one.after if one.kept else one.before)
+        told = one.after if one.kept else one.before
+        assert following.before <= told if one.step == "answers" else following.before == told
         assert one.kept == (one.after < one.before)
         assert one.gain == one.before - one.after
 
@@ -317,8 +318,24 @@ def moved(start: nn.Module, mended: nn.Module, layers: Sequence[hp.AttentionLaye
     return torch.cat(parts)
 
 
+def moved_by(start: nn.Module, change: Tensor, drop: brute.Drop, example: Any) -> Tensor:
+    """The logits ``[examples, classes]`` with a change of the weights, in the order of `system`."""
+    at, mended = 0, copy.deepcopy(start)
+    for layer in (a for a in hp.find_attention(start, example) if a.name in drop):
+        assert layer.output_projection
+        module: Any = mended.get_submodule(layer.output_projection.module)
+        kept, width = brute.columns_of(layer, brute.kept_heads(layer, drop)), len(module.bias)
+        own = change[at : (at := at + (len(kept) + 1) * width)].view(-1, width)
+        with torch.no_grad():
+            module.weight[:, kept] += own[:-1].T
+            module.bias += own[-1]
+    return brute.logits(mended, example)
+
+
 @pytest.mark.parametrize("kind", [2, 4, "multi_label_classification", 1, "albert", "part of a step", "whole layer"])
 def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the scoring and the choosing examples; it is tried on the latter as if fitted to the former alone."""
+    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
     if kind == 4:  # little room: coordinates are chosen by the first batch that is seen
         monkeypatch.setattr("headprune.repairing.gauss_newton._MOST_KEPT", 1)
     elif kind == 2:  # one direction: more coordinates, and a strength that all answers choose
@@ -326,7 +343,7 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("headprune.repairing.gauss_newton._MOST_TRIED", 1)
     problem, drop = kind if kind == "multi_label_classification" else None, DROP
     if kind == "albert":  # one module that is called three times
-        model, *batches = brute.model_of("albert")
+        model, batches = brute.model_of("albert")[0], [text(40, 7, seed=5)]
         drop = brute.some_heads(hp.find_attention(model, batches[0]))
     elif kind == "part of a step":
         model, batches = brute.classifier(rows=(16,))
@@ -334,14 +351,15 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
         (model, batches), drop = brute.classifier(), {"bert.encoder.layer.0.attention.self": [0, 1, 2]}
     else:
         model, batches = brute.classifier(3 if problem else kind, problem)
-    choose = text(120, 7, seed=78) if kind == "part of a step" else brute.repeated(batches[0])
+    choose = text(120 if kind in ("part of a step", "albert") else 24, 7, seed=78)
+    monkeypatch.setattr("headprune.repairing.steps._ENOUGH", 1)
     given: dict[str, Any] = {"mixtures": False, "choose": [choose]}
     start, plain = brute.repaired(model, drop, *batches, answers=False, **given)
     mended, done = brute.repaired(model, drop, *batches, **given)
     assert done.trials[:-1] == plain.trials
     assert (done.trials[-1].step, done.trials[-1].kept) == ("answers", True)
     facts = done.answers
-    found = system(model, start, batches, drop, whole=bool(problem))
+    found = system(model, start, [*batches, choose], drop, whole=bool(problem))
     held_out = {strength: found.held_out(strength) for strength in STRENGTHS}
     best = min(held_out, key=lambda strength: held_out[strength])
     assert facts.strength == pytest.approx(best)
@@ -349,8 +367,12 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
     assert facts.before == pytest.approx(float(found.lacking.square().mean().sqrt()), rel=1e-9)
     assert facts.examples == len(found.lacking)
     change = moved(start, mended, hp.find_attention(model, batches[0]), drop)
-    assert (facts.part < 0.5) == (kind == "part of a step")
+    assert facts.part < 1 or kind != "part of a step"
     torch.testing.assert_close(change, facts.part * found.step(slice(None), best), rtol=1e-5, atol=1e-8)
+    if not problem and kind != 1:
+        alone = found.step(slice(0, len(found.lacking) - brute.size_of(choose)), best)
+        tried = brute.kl(brute.logits(model, choose), moved_by(start, facts.part * alone, drop, choose))
+        assert done.trials[-1].after == pytest.approx(tried, rel=1e-4)
     changed = {n for n, p in mended.named_parameters() if not torch.equal(p, start.get_parameter(n))}
     assert len(changed) == 2 * len(drop) - (kind == "whole layer")
 
@@ -360,23 +382,12 @@ def test_without_others_the_step_is_tried_by_cross_fitting() -> None:
     model, batches = brute.classifier(3, rows=(31, 19))
     start, plain = brute.repaired(model, DROP, *batches, mixtures=False, answers=False, choose=None)
     _, done = brute.repaired(model, DROP, *batches, mixtures=False, choose=None)
-    found, layers = system(model, start, batches, DROP, whole=False), hp.find_attention(model, batches[0])
+    found = system(model, start, batches, DROP, whole=False)
     singles = {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
     dense, part = brute.logits(model, singles), done.answers.part
 
     def tried(change: Tensor, rows: slice) -> float:
-        at, before = 0, {n: p.clone() for n, p in start.state_dict().items()}
-        for layer in layers:
-            assert layer.output_projection
-            module: Any = start.get_submodule(layer.output_projection.module)
-            kept, width = brute.columns_of(layer, brute.kept_heads(layer, DROP)), len(module.bias)
-            own = change[at : (at := at + (len(kept) + 1) * width)].view(-1, width)
-            with torch.no_grad():
-                module.weight[:, kept] += part * own[:-1].T
-                module.bias += part * own[-1]
-        value = brute.kl(dense[rows], brute.logits(start, brute.rows_of(singles, rows)))
-        start.load_state_dict(before)
-        return value
+        return brute.kl(dense[rows], moved_by(start, part * change, DROP, brute.rows_of(singles, rows)))
 
     whole = found.step(slice(None), done.answers.strength)
     halves = [tried(found.step(slice(1 - i, None, 2), done.answers.strength), slice(i, None, 2)) for i in (0, 1)]
@@ -387,21 +398,26 @@ def test_without_others_the_step_is_tried_by_cross_fitting() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit", "xlnet", "xlnet, square", "six classes", "mixtures"])
-def test_answers_come_nearer(name: str) -> None:
+def test_answers_come_nearer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With six classes an answer is looked at along its gap and some other directions only; mixtures stand beside the examples."""
+    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
     if name in ("vit", "xlnet", "xlnet, square"):
         model, example = brute.model_of(name, 9 if name == "xlnet, square" else 16)
         drop = brute.some_heads(hp.find_attention(model, example))
     else:
         model, (example,) = brute.classifier(6 if name == "six classes" else 2, rows=(64,))
         drop = DROP
-    start, _ = brute.repaired(model, drop, example, answers=False, mixtures=name == "mixtures")
-    mended, done = brute.repaired(model, drop, example, mixtures=name == "mixtures")
+    given: dict[str, Any] = {"mixtures": name == "mixtures"}
+    start, _ = brute.repaired(model, drop, example, answers=False, **given)
+    mended, done = brute.repaired(model, drop, example, **given)
     assert done.answers.held_out < done.answers.before
-    assert done.answers.examples == brute.size_of(example) * (2 if name == "mixtures" else 1)
-    dense = brute.logits(model, example)
-    assert brute.kl(dense, brute.logits(mended, example)) < brute.kl(dense, brute.logits(start, example))
-    gap = brute.logits(start, example) - dense
+    every = brute.rows_of(
+        example, [*range(size := brute.size_of(example)), *(i % size for i in range(100))]
+    )  # and the choosing ones
+    assert done.answers.examples == brute.size_of(every) * (2 if name == "mixtures" else 1)
+    dense = brute.logits(model, every)
+    assert brute.kl(dense, brute.logits(mended, every)) < brute.kl(dense, brute.logits(start, every))
+    gap = brute.logits(start, every) - dense
     gap = gap - gap.mean(1, keepdim=True)
     before = float((gap.square().sum(1) / (gap.shape[1] - 1)).mean().sqrt())
     assert (done.answers.before == pytest.approx(before, rel=1e-6)) == (name != "mixtures")
@@ -419,12 +435,19 @@ def test_its_gradients_go_with_it() -> None:
     assert not kept
 
 
-def test_it_costs_a_pass_and_one_for_every_direction() -> None:
-    """The answers, and two differences between three classes, backward; the dense answers are known from the statistics' passes."""
-    model, batches = brute.classifier(3)
-    _, plain = brute.repaired(model, DROP, *batches, answers=False, mixtures=False)
-    _, done = brute.repaired(model, DROP, *batches, mixtures=False)
-    assert done.passes - plain.passes == 3
+@pytest.mark.parametrize("others", [0, 32, 64])
+def test_it_costs_a_pass_and_one_for_every_direction(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers, and two differences between three classes, backward; the dense answers are known from the statistics' passes.
+
+    Of the choosing examples these take a pass.
+    """
+    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
+    model, batches = brute.classifier(3)  # of 32 examples
+    given: dict[str, Any] = {"mixtures": False, "choose": [text(others, 7, seed=9)] if others else None}
+    _, plain = brute.repaired(model, DROP, *batches, answers=False, **given)
+    _, done = brute.repaired(model, DROP, *batches, **given)
+    tried = 0 if others else 2  # by cross-fitting
+    assert done.passes - plain.passes == 3 + tried + (3 + 1) * others // 32
 
 
 class Ruled(nn.Module):

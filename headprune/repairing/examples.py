@@ -222,7 +222,7 @@ class DenseAnswers:
     logits themselves). If there are many, each example is fitted along a few directions of its own.
 
     Attributes:
-        runner: The model, and the calibration examples.
+        runners: Of each batch that is fitted to, the model and the examples that it is from; the first has the calibration's.
         batches: The batches that are fitted to.
         folds: ``[examples]``, the fold of each: of the calibration examples, or if others are fitted to as well, 0 for
             calibration examples and 1 for others.
@@ -233,7 +233,7 @@ class DenseAnswers:
         others: Whether other examples are fitted to as well.
     """
 
-    runner: Runner
+    runners: Sequence[Runner]
     batches: Sequence[Any]
     folds: Tensor
     left_out: Tensor
@@ -275,15 +275,15 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
     for runner, i in taken:
         numbers, part = runner.numbers(i), runners.index(runner)
         folds.append(torch.full_like(numbers, part) if len(runners) > 1 else runner.fold(i))
-        group = block_of(numbers) if runner.mixtures else numbers  # mixtures join examples of one block only
-        groups.append(group + part * first.examples)
+        own = block_of(numbers) if runner.mixtures else numbers  # mixtures join examples of one block only
+        groups.append(own + part * first.examples)
     examples = sum(map(len, known))
     some = directions(len(basis), examples)
     # Drawn once, so that an example's directions do not depend on the batch that it is in.
     noise = torch.randn(examples, len(basis), some, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    batches, by_batch = [runner.everything[i] for runner, i in taken], torch.split(noise, [len(each) for each in known])
-    folds_, groups_ = torch.cat(folds), torch.cat(groups)
-    return DenseAnswers(first, batches, folds_, groups_, known, basis, by_batch, others=len(runners) > 1)
+    by_batch, fold, group = torch.split(noise, [len(each) for each in known]), torch.cat(folds), torch.cat(groups)
+    of_batch, batches = zip(*((runner, runner.everything[i]) for runner, i in taken), strict=True)
+    return DenseAnswers(of_batch, batches, fold, group, known, basis, by_batch, others=len(runners) > 1)
 
 
 def _own_or_mixed(runner: Runner) -> Sequence[int]:

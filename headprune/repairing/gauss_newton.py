@@ -186,11 +186,12 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
         gap, off, parts = seen(i)
         return gap, off, coordinates.of(parts)
 
-    results = answers.runner.share("gradients", [partial(row, i) for i in rest], [answers.batches[i] for i in rest])
+    first = answers.runners[0]
+    results = first.share("gradients", [partial(row, i) for i in rest], [answers.batches[i] for i in rest])
     for i, (gap, off, own_rows) in zip(rest, results, strict=True):
         gaps.append(gap)
         residuals[i], rows[i] = off, own_rows
-    answers.runner.count((1 + answers.count) * answers.examples)
+    first.count((1 + answers.count) * answers.examples)
     every = range(len(answers.batches))
     before = _root(torch.cat(gaps))
     return before, torch.cat([residuals[i] for i in every]), torch.cat([rows[i] for i in every]), coordinates
@@ -198,16 +199,16 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
 
 def _slopes(answers: DenseAnswers, index: int, names: Sequence[str]) -> tuple[Tensor, Tensor, Seen]:
     """A batch's residuals ``[examples, ...]``, whole and along the fitted directions, and the slopes along these."""
-    batch, residuals = answers.batches[index], []
+    runner, batch, residuals = answers.runners[index], answers.batches[index], []
 
     def along(output: object) -> list[Tensor]:
-        logits = logits_by_example(answers.runner, output, batch)
+        logits = logits_by_example(runner, output, batch)
         gap = (answers.known[index] - logits.detach().cpu().double()) @ answers.basis.T
         directions = _directions(gap, answers.noise[index])
         residuals.extend([gap, (directions @ gap[..., None])[..., 0]])
         return [(logits * each.to(logits)).sum() for each in (directions @ answers.basis).transpose(0, 1)]
 
-    seen = answers.runner.slopes_of(batch, names, along)
+    seen = runner.slopes_of(batch, names, along)
     return residuals[0], residuals[1], seen
 
 

@@ -158,7 +158,7 @@ def checked_repair(
         return replace(drop_columns(calibration, drop), note=note)
     far = _Crossed(calibration, drop) if choose is None else partial(_on_others, calibration, drop, choose)
     best = latest = old = drop_columns(calibration, drop, biases=True)
-    fitted, estimated = far(old)  # the first is measured where it is needed
+    _, fitted, estimated = far(old)
     trials: list[Trial] = []
     notes: list[str] = []
     ahead = list(steps)
@@ -171,20 +171,19 @@ def checked_repair(
         if isinstance(weights, LeftOut):
             notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
             continue
-        before, (own, after) = estimated if step.by_layer else fitted(), far(weights)
+        before, (tried, own, after) = estimated if step.by_layer else fitted, far(weights)
         if step.by_layer:
             latest = weights
         elif weights.with_part and weights.answers:
             part = weights.answers.better_part(float(before.mean()), float(after.mean()))
             if _LEAST_PART < part < _MOST_PART:
-                less = weights.with_part(part)
-                of_less = far(less)
-                if of_less[1].mean() < after.mean():
-                    weights, (own, after) = less, of_less
+                of_less = far(weights.with_part(part))
+                if of_less[2].mean() < after.mean():
+                    tried, own, after = of_less
         kept = better(before, after)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
-            best, fitted, estimated = weights, own, after
+            best, fitted, estimated = tried, own, after
             if choose is not None and not step.by_layer and _leads_on(calibration, trials[-1]):
                 ahead.insert(0, step)
     best = drop_columns(calibration, drop) if best is old else best
@@ -205,12 +204,12 @@ def _leads_on(calibration: Calibration, trial: Trial) -> bool:
     return trial.after < _AGAIN * trial.before and not isinstance(answers, str) and answers.count > 1
 
 
-Divergences = tuple[Callable[[], Tensor], Tensor]
-"""Of weights ``[examples]``: measured on examples, which they may have been fitted to; and as they would be on others."""
+Tried = tuple[RepairWeights, Tensor, Tensor]
+"""Weights; their divergence on examples, which they may have been fitted to; and what it would be on others: ``[examples]``."""
 
 
-def _on_others(calibration: Calibration, drop: Heads, choose: Fidelity, weights: RepairWeights) -> Divergences:
-    """Divergence from the dense answers on the choosing examples; of a step that is fitted to them, without them."""
+def _on_others(calibration: Calibration, drop: Heads, choose: Fidelity, weights: RepairWeights) -> Tried:
+    """Try weights on the choosing examples; a last step that is fitted to these too, as it is without them."""
 
     def measured(weights: RepairWeights) -> Tensor:
         with torch.inference_mode(False):
@@ -219,10 +218,14 @@ def _on_others(calibration: Calibration, drop: Heads, choose: Fidelity, weights:
     answers = calibration.answers[0] if weights.answers else ""
     if weights.on_fold is None or isinstance(answers, str) or not answers.others:
         divergence = measured(weights)
-        return lambda: divergence, divergence
+        return weights, divergence, divergence
     with torch.inference_mode(False), torch.no_grad():
-        without = weights.on_fold(0)
-    return partial(measured, replace(weights, on_fold=None, with_part=None)), measured(without)
+        without = replace(weights.on_fold(0), answers=weights.answers)
+    divergence, estimate = measured(weights), measured(without)
+    if divergence.mean() < estimate.mean():
+        return weights, divergence, estimate
+    # To do worse on what it was fitted to, it must have gone too far.
+    return without, estimate, estimate
 
 
 class _Crossed:
@@ -244,14 +247,13 @@ class _Crossed:
             batches = runner.rows.take_evenly(runner.batches, rows, ENOUGH // FOLDS)
             self._folds.append((Fidelity(calibration.model, batches), min(ENOUGH // FOLDS, len(rows))))
 
-    def __call__(self, weights: RepairWeights) -> Divergences:
-        """Divergence on the examples that were fitted to, and the estimate for others."""
+    def __call__(self, weights: RepairWeights) -> Tried:
         fitted = self._on([weights] * FOLDS)
         if weights.on_fold is None:
-            return lambda: fitted, fitted
+            return weights, fitted, fitted
         with torch.inference_mode(False), torch.no_grad():
             halves = [weights.on_fold(fold) for fold in reversed(range(FOLDS))]
-        return lambda: fitted, (fitted + 2 * self._on(halves)) / 3
+        return weights, fitted, (fitted + 2 * self._on(halves)) / 3
 
     def _on(self, of_folds: Sequence[RepairWeights]) -> Tensor:
         """Divergence ``[examples]``, each fold's with its own weights."""
