@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.divergence import Fidelity
+from headprune.repairing.steps import ALL_FITTED
 from tests.support import brute, cases
 from tests.support.checks import hooks, same, state
 from tests.support.errors import refuses
@@ -366,6 +367,7 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
     assert facts.held_out == pytest.approx(held_out[best], rel=1e-6)
     assert facts.before == pytest.approx(float(found.lacking.square().mean().sqrt()), rel=1e-9)
     assert facts.examples == len(found.lacking)
+    assert ALL_FITTED in done.notes
     change = moved(start, mended, hp.find_attention(model, batches[0]), drop)
     assert facts.part < 1 or kind != "part of a step"
     torch.testing.assert_close(change, facts.part * found.step(slice(None), best), rtol=1e-5, atol=1e-8)
@@ -414,7 +416,9 @@ def test_answers_come_nearer(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     every = brute.rows_of(
         example, [*range(size := brute.size_of(example)), *(i % size for i in range(100))]
     )  # and the choosing ones
-    assert done.answers.examples == brute.size_of(every) * (2 if name == "mixtures" else 1)
+    # The choosing examples are the same ones again, so that the step without them may do as well.
+    others = 100 * (ALL_FITTED in done.notes)
+    assert done.answers.examples == (size + others) * (2 if name == "mixtures" else 1)
     dense = brute.logits(model, every)
     assert brute.kl(dense, brute.logits(mended, every)) < brute.kl(dense, brute.logits(start, every))
     gap = brute.logits(start, every) - dense
@@ -433,6 +437,15 @@ def test_its_gradients_go_with_it() -> None:
     finally:
         gc.enable()
     assert not kept
+
+
+def test_a_step_that_went_too_far_is_taken_without_the_choosing_examples(trained: Classifier) -> None:
+    """It did worse on these than the step that had not seen them, though it was fitted to them."""
+    (x, y), (others, _), mended = texts(60, 5), texts(150, 6), copy.deepcopy(trained)
+    done = hp.repair(mended, DROPS[0], [(x, y)], choose=[others], layers=hp.find_attention(trained, x))
+    last = [t for t in done.trials if t.kept][-1]
+    assert last.step == "answers"
+    assert brute.kl(brute.logits(trained, others), brute.logits(mended, others)) <= last.after * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("others", [0, 32, 64])

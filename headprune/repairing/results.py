@@ -106,7 +106,7 @@ class Repair:
     Attributes:
         layers: How well each layer fits, on the calibration examples before the step towards the answers.
         examples: Number of calibration examples.
-        mixtures: Number of mixtures of them that were fitted to as well (`headprune.repairing.examples`).
+        mixtures: Number of mixtures of them that were fitted to as well, or of many in their place (`headprune.repairing.examples`).
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
         notes: Which weights could not be refitted, and why.
@@ -162,7 +162,7 @@ class RepairWeights:
         by_module: ``{module: (W [in, out], b [out] or None)}``; without modules that do not change.
         fits: The fits that they come from, by output projection; none for old weights.
         answers: The step towards the dense model's answers, if they include it.
-        note: What a reader should know about steps that were left out.
+        note: What a reader should know about steps.
         trials: How every step did on examples that it was not fitted to (`headprune.repairing.steps`).
         on_fold: ``on_fold(i)``: the weights if the last step is fitted to fold i alone, with the same strength.
         with_part: ``with_part(part)``: the weights with only a part of the last step, if that can be taken in part.

@@ -38,6 +38,7 @@ _AGAIN = 0.6  # of the divergence: a step that leaves less went so far that its 
 _AGAIN_TOKENS = 0.9  # likewise, where an example has many answers: there a step is shorter
 _NEAR = 1e-6  # nats: nearer, differences are mostly rounding
 NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
+ALL_FITTED = "The last step was fitted to the choosing examples too."
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
 
@@ -81,7 +82,10 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
         if not _has_several(calibration) or not is_out_of_memory(error):
             raise
         return f"{NOT_FITTED}: memory ran out. Smaller batches need less."
-    return NO_GAIN if step is None else start.moved(step)
+    if step is None:
+        return NO_GAIN
+    fits_others = not isinstance(answers, str) and answers.others
+    return replace(start, note=ALL_FITTED if fits_others else "").moved(step)
 
 
 def _has_several(calibration: Calibration) -> bool:
@@ -183,11 +187,13 @@ def checked_repair(
         kept = better(before, after)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
-            best, fitted, estimated = tried, own, after
+            best, fitted, estimated = replace(tried, note=tried.note or best.note), own, after
             if choose is not None and not step.by_layer and _leads_on(calibration, trials[-1]):
                 ahead.insert(0, step)
     best = drop_columns(calibration, drop) if best is old else best
-    return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None)
+    return replace(
+        best, trials=tuple(trials), note=" ".join([*notes, *filter(None, [best.note])]), on_fold=None, with_part=None
+    )
 
 
 def _leads_on(calibration: Calibration, trial: Trial) -> bool:
@@ -215,12 +221,13 @@ def _on_others(calibration: Calibration, drop: Heads, choose: Fidelity, weights:
         with torch.inference_mode(False):
             return choose.each(partial(calibration.applied, weights.by_module, drop))
 
-    answers = calibration.answers[0] if weights.answers else ""
-    if weights.on_fold is None or isinstance(answers, str) or not answers.others:
+    answers = calibration.answers[0] if weights.note == ALL_FITTED else ""
+    if isinstance(answers, str) or weights.on_fold is None or weights.answers is None:
         divergence = measured(weights)
         return weights, divergence, divergence
     with torch.inference_mode(False), torch.no_grad():
-        without = replace(weights.on_fold(0), answers=weights.answers)
+        facts = replace(weights.answers, examples=int((answers.folds == 0).sum()))
+        without = replace(weights.on_fold(0), answers=facts, note="")
     divergence, estimate = measured(weights), measured(without)
     if divergence.mean() < estimate.mean():
         return weights, divergence, estimate
