@@ -209,7 +209,7 @@ def _numbers(classes: int, device: torch.device) -> Tensor:
 # -- the dense answers ---------------------------------------------------------------------------------
 
 SEVERAL = "an example has more than one answer (one for every token, say)."
-MOST_ROWS = 2048  # in the linear system: examples times directions per answer
+MOST_ROWS = 2048  # in the linear system: calibration examples times directions per answer; others add as many at most
 _MOST_DIRECTIONS = 4  # per answer; each takes a backward pass
 NOT_FITTED = "The answers are not fitted as a whole"
 
@@ -260,9 +260,9 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
         runners: The model on the calibration examples, and on others that are fitted to as well.
     """
     try:
-        taken = _some([(runner, i) for runner in runners for i in _own_or_mixed(runner)])
+        taken = [each for runner in runners for each in _some(runner)]
         known = _answers(taken)
-        basis, examples = _basis(runners[0].model, known[0].shape[1]), sum(runner.examples for runner in runners)
+        basis, examples = _basis(runners[0].model, known[0].shape[1]), runners[0].examples
         # Of few, mixtures and examples, if there is room for both.
         more = [(runner, i) for runner in runners if runner.mixtures and not runner.mixed_only for i in runner.own]
         if more and 2 * examples * directions(len(basis), examples) <= MOST_ROWS:
@@ -272,13 +272,15 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
     if not all(bool(each.isfinite().all()) for each in known):
         return f"{NOT_FITTED}: the dense model's are not all finite."
     first, groups, folds = runners[0], list[Tensor](), list[Tensor]()
+    # Others add rows, and take no direction from an example.
+    own_rows = sum(len(each) for (runner, _), each in zip(taken, known, strict=True) if runner is first)
+    some = directions(len(basis), own_rows)
     for runner, i in taken:
         numbers, part = runner.numbers(i), runners.index(runner)
         folds.append(torch.full_like(numbers, part) if len(runners) > 1 else runner.fold(i))
         own = block_of(numbers) if runner.mixtures else numbers  # mixtures join examples of one block only
         groups.append(own + part * first.examples)
     examples = sum(map(len, known))
-    some = directions(len(basis), examples)
     # Drawn once, so that an example's directions do not depend on the batch that it is in.
     noise = torch.randn(examples, len(basis), some, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     by_batch, fold, group = torch.split(noise, [len(each) for each in known]), torch.cat(folds), torch.cat(groups)
@@ -286,16 +288,12 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
     return DenseAnswers(of_batch, batches, fold, group, known, basis, by_batch, others=len(runners) > 1)
 
 
-def _own_or_mixed(runner: Runner) -> Sequence[int]:
-    """Numbers of the batches in `Runner.everything` that have every example once: as a mixture, if there are any."""
-    return [len(runner.own) + i for i, each in enumerate(runner.mixtures) if each.shift == 1] or runner.own
-
-
-def _some(every: list[tuple[Runner, int]]) -> list[tuple[Runner, int]]:
-    """Some of these batches, evenly spaced, with about `MOST_ROWS` examples at most."""
-    count = min(len(every), max(1, MOST_ROWS // max(len(runner.numbers(i)) for runner, i in every)))
+def _some(runner: Runner) -> list[tuple[Runner, int]]:
+    """Batches of `Runner.everything` that have every example once, as a mixture if there are any; of many, about `MOST_ROWS` examples."""
+    every = [len(runner.own) + i for i, each in enumerate(runner.mixtures) if each.shift == 1] or runner.own
+    count = min(len(every), max(1, MOST_ROWS // max(len(runner.numbers(i)) for i in every)))
     # Evenly spaced, because batches often come sorted by length.
-    return [every[i * len(every) // count] for i in range(count)]
+    return [(runner, every[i * len(every) // count]) for i in range(count)]
 
 
 def directions(every: int, examples: int) -> int:
