@@ -69,8 +69,7 @@ def repair(
         model: The dense model, or one pruned before; its outputs are the target of the fit.
         plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to remove.
         batches: Inputs of the model, or pairs ``(inputs, labels)``. Never those that results are reported on.
-        choose: Other batches, which decide what steps are kept; the last step, if kept, is fitted to them too. By default
-            cross-fitting on ``batches`` decides, less surely.
+        choose: Other batches, which decide what steps are kept; the last is fitted to them too. By default, cross-fitting decides.
         layers: From `headprune.find_attention`, to save the trace.
         ridge: Strength towards the old weights; it turns ``answers`` off. By default cross-validated for each layer.
         values: Whether value projections are refitted too: about two passes more.
