@@ -234,8 +234,8 @@ ENOUGH = 512  # examples: more hardly change which of two plans, or of two steps
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def enough(model: nn.Module, batches: Sequence[Any]) -> Sequence[Any]:
-    """`ENOUGH` evenly spaced examples; all, if there are no more, or if it is not known how examples lie in the batches."""
+def enough(model: nn.Module, batches: Sequence[Any], most: int = ENOUGH) -> Sequence[Any]:
+    """The ``most`` evenly spaced examples; all, if there are no more, or if it is not known how examples lie in the batches."""
     try:
         with quiet(model, attributes=False), torch.no_grad():
             device = model_device(model)
@@ -243,7 +243,7 @@ def enough(model: nn.Module, batches: Sequence[Any]) -> Sequence[Any]:
         every = [(index, row) for index, batch in enumerate(batches) for row in range(rows.size(batch))]
     except HeadPruneError:
         return batches
-    return batches if len(every) <= ENOUGH else rows.take_evenly(batches, every, ENOUGH)
+    return batches if len(every) <= most else rows.take_evenly(batches, every, most)
 
 
 class Fidelity:

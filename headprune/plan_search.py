@@ -58,7 +58,7 @@ class Trials:
         choose: Other examples, on which plans are compared.
         repair: Whether the kept heads are refitted in a trial.
         biases: Whether repair may give a bias to output projections without one.
-        fit_choose: Whether the last step of a whole repair is fitted to ``choose`` as well; not where they prove a budget.
+        fit_choose: Whether the last step of a whole repair is fitted to ``choose`` as well; not where they decide on it.
         metric: The metric of the trade-off curve, and of a budget of lost accuracy.
         loss_fn: As for `headprune.evaluate`.
         store: Keeps the measurements.

@@ -448,6 +448,41 @@ def test_a_step_that_went_too_far_is_taken_without_the_choosing_examples(trained
     assert brute.kl(brute.logits(trained, others), brute.logits(mended, others)) <= last.after * (1 + 1e-4)
 
 
+def test_others_add_as_many_rows_at_most_as_the_examples_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took gigabytes, where they were many and each had several directions."""
+    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
+    for module in ("examples", "calibration"):
+        monkeypatch.setattr(f"headprune.repairing.{module}.MOST_ROWS", 128)
+    model, batches = brute.classifier(3)  # of 32 examples, with two directions each
+    _, done = brute.repaired(model, DROP, *batches, mixtures=False, choose=[text(150, 7, seed=9)])
+    assert (done.answers.examples, ALL_FITTED in done.notes) == (32 + 64, True)
+
+
+@pytest.mark.parametrize("others", ["refused", "tensors"])
+def test_others_that_cannot_be_fitted_to_only_decide(others: str) -> None:
+    """What a model refuses, such as a mixture without an end; and batches of several forms."""
+    model, batches = brute.classifier(2)
+    choose: list[Any] = [text(60, 7, seed=9), text(60, 7, seed=10)]
+    if others == "tensors":
+        choose[1] = choose[1]["input_ids"]
+    second = text(60, 7, seed=10)["input_ids"][0, :2].tolist()  # the first batch of mixtures is taken
+    known = {
+        tuple(row)
+        for batch in (*batches, text(60, 7, seed=9), text(60, 7, seed=10))
+        for row in batch["input_ids"].tolist()
+    }
+
+    def particular(module: Any, args: Any, given: dict[str, Tensor]) -> None:
+        rows = given["input_ids"].tolist() if "input_ids" in given else []
+        if others == "refused" and rows and rows[0][:2] == second and tuple(rows[0]) not in known:
+            raise ValueError("no end")
+
+    model.register_forward_pre_hook(particular, with_kwargs=True)
+    _, done = brute.repaired(model, DROP, *batches, choose=choose)
+    assert "answers" in [trial.step for trial in done.trials]
+    assert ALL_FITTED not in done.notes
+
+
 @pytest.mark.parametrize("others", [0, 32, 64])
 def test_it_costs_a_pass_and_one_for_every_direction(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers, and two differences between three classes, backward; the dense answers are known from the statistics' passes.

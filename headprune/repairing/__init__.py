@@ -69,11 +69,11 @@ def repair(
         model: The dense model, or one pruned before; its outputs are the target of the fit.
         plan: A `PruningPlan`, or ``{layer_name: [head, ...]}`` to remove.
         batches: Inputs of the model, or pairs ``(inputs, labels)``. Never those that results are reported on.
-        choose: Other batches, which decide what steps are kept; the last is fitted to them too. By default, cross-fitting decides.
+        choose: Other batches, which decide what steps are kept. Then the last step is fitted to them too (docs/planning.md).
         layers: From `headprune.find_attention`, to save the trace.
         ridge: Strength towards the old weights; it turns ``answers`` off. By default cross-validated for each layer.
         values: Whether value projections are refitted too: about two passes more.
-        mixtures: Whether to fit to mixtures of texts in their place, where a text has one answer.
+        mixtures: Whether to fit to mixtures of texts too (of more than 512, alone), where a text has one answer.
         answers: Whether all W_O that lose heads are then fitted together to the dense model's answers.
         biases: Whether a W_O without a bias gets one, for the removed heads' mean. A stock class may have no place for it.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
@@ -92,7 +92,7 @@ def repair(
     others = None if choose is None else given_to_choose(choose, batches)
     drop, before = check_heads(heads_of(plan), layers), (identity(model), getattr(plan, "model", ""))
     fits = ridge != math.inf
-    with torch.inference_mode(False), together(accelerator, model, batches):
+    with torch.inference_mode(False), together(accelerator, model, [*batches, *(others or ())]):
         calibration = calibrate(
             model, layers, batches, values=values and fits, mixtures=mixtures and fits, biases=biases,
             others=others or (), ridge=ridge, progress=progress,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.batches import is_out_of_memory
+from headprune.divergence import enough
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
 from headprune.inputs import gathered, model_device
@@ -20,7 +22,7 @@ from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.parallel import current
 from headprune.pruned.structure import remove_biases
 from headprune.repairing.directions import Directions, find_directions, refittable_values, room
-from headprune.repairing.examples import ENOUGH, DenseAnswers, dense_answers, mixed_texts, mixtures_of_each
+from headprune.repairing.examples import ENOUGH, MOST_ROWS, DenseAnswers, dense_answers, mixed_texts, mixtures_of_each
 from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, is_transposed, output_projections
 from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Calls, Runner
@@ -98,9 +100,9 @@ class Calibration:
         if not self.repairs:
             return 0.0
         runner = self.runner
-        mixed = self.mixes and bool(mixed_texts(runner.batches[:1], runner.rows, 1, 0))
-        times = mixtures_of_each(runner.examples) + (2 * runner.examples <= ENOUGH) if mixed else 1
-        return bool(self.share) + (3 + self.share) * times
+        mixtures = mixed_texts(runner.batches, runner.rows, mixtures_of_each(runner.examples), 0) if self.mixes else ()
+        times = sum(len(each.firsts) for each in mixtures) / runner.examples
+        return bool(self.share) + (3 + self.share) * (times + (not mixtures or 2 * runner.examples <= ENOUGH))
 
     @property
     def share(self) -> int:
@@ -129,12 +131,21 @@ class Calibration:
         runner, before = self.runner, self.runner.passes
         answers = dense_answers(runner)
         if self.others and not isinstance(answers, str):
-            further = Runner(runner.model, runner.projections, self.others)
-            if runner.mixtures:
-                further.add_mixtures()
-            both = dense_answers(runner, further)
+            # As many rows at most as the calibration examples may have.
+            rows_of_each = answers.count * math.ceil(answers.examples / runner.examples)
+            try:
+                some = enough(self.model, self.others, max(1, MOST_ROWS // rows_of_each))
+                further = Runner(self.model, runner.projections, some)
+                if runner.mixtures:
+                    further.add_mixtures()
+                both = dense_answers(runner, further)
+            except Exception as error:  # others may have another form, and a model may raise anything about a mixture
+                if is_out_of_memory(error):
+                    raise
+                both = ""
+            else:
+                runner.count(further.passes * further.examples)
             answers = answers if isinstance(both, str) else both
-            runner.count(further.passes * further.examples)
         return answers, runner.passes - before
 
     def losing(self, drop: Heads) -> list[OutputProjection]:
@@ -309,7 +320,7 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
         moments = sums[projection.name]
         current().add(f"statistics of {projection.name}", [moments.xx, moments.xy, moments.yy])
         moments.complete()
-    runner.count(directions.shares * sum(len(runner.numbers(i)) for i in fitted))
+    runner.count(directions.shares * sum(map(runner.size, fitted)))
     for projection in runner.projections:
         moments = sums[projection.name]
         if not all(bool(m.isfinite().all()) for m in (moments.xx, moments.xy, moments.yy)):

@@ -271,6 +271,8 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
         return f"{NOT_FITTED}: {error.args[0]}"
     if not all(bool(each.isfinite().all()) for each in known):
         return f"{NOT_FITTED}: the dense model's are not all finite."
+    if len({each.shape[1] for each in known}) > 1:
+        return f"{NOT_FITTED}: they have different numbers of classes."
     first, groups, folds = runners[0], list[Tensor](), list[Tensor]()
     # Others add rows, and take no direction from an example.
     own_rows = sum(len(each) for (runner, _), each in zip(taken, known, strict=True) if runner is first)
@@ -291,7 +293,7 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
 def _some(runner: Runner) -> list[tuple[Runner, int]]:
     """Batches of `Runner.everything` that have every example once, as a mixture if there are any; of many, about `MOST_ROWS` examples."""
     every = [len(runner.own) + i for i, each in enumerate(runner.mixtures) if each.shift == 1] or runner.own
-    count = min(len(every), max(1, MOST_ROWS // max(len(runner.numbers(i)) for i in every)))
+    count = min(len(every), max(1, MOST_ROWS // max(map(runner.size, every))))
     # Evenly spaced, because batches often come sorted by length.
     return [(runner, every[i * len(every) // count]) for i in range(count)]
 

@@ -42,7 +42,7 @@ class AnswersRepair:
 
     Attributes:
         before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
-            model's, on the calibration examples, without it. Where an example has many answers, the root of their divergence.
+            model's, on the examples that are fitted to, without it. Where an example has many answers, the root of their divergence.
         held_out: The same with the step, on left-out examples, to first order.
         strength: The strength of the ridge, for which ``held_out`` is least.
         examples: How many were fitted to.
@@ -74,6 +74,8 @@ AnswersStep = tuple[Changes, AnswersRepair, Callable[[int], Changes]]
 @dataclass(frozen=True)
 class Trial:
     """How one step of a repair did on examples that it was not fitted to (`headprune.repairing.steps`).
+
+    Where a last step is repeated, the weights that it starts from were fitted to these examples too.
 
     Attributes:
         step: ``"output projections"``, ``"values"`` or ``"answers"`` (the last step, towards the dense model's answers).

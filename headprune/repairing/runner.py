@@ -116,6 +116,11 @@ class Runner:
         """The numbers of the batches of `everything` that are fitted to."""
         return range(len(self.batches) if self.mixed_only else 0, len(self.everything))
 
+    def size(self, index: int) -> int:
+        """Number of examples or mixtures in a batch of `everything`."""
+        own = len(self.batches)
+        return self.rows.size(self.batches[index]) if index < own else len(self.mixtures[index - own].firsts)
+
     def numbers(self, index: int) -> Tensor:
         """Example numbers of a batch of `everything`, ``[examples]``; a mixture has that of its first half."""
         if index >= len(self.batches):

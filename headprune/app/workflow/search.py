@@ -158,7 +158,8 @@ class PruneScene(Scene):
         trials = Trials(
             self.model, self.layers, list(self.parts.score.batches()), list(self.parts.choose.batches()), repair=search.repair,
             biases=may_add_biases(search.strategy, self.model, self.layers), metric=self.measures.for_plans, store=self.store,
-            fit_choose=not any(budget.by_metric for budget in search.budgets),
+            # A budget of lost accuracy is proved on them, and a training's best epoch is chosen by them.
+            fit_choose=not (self.config.finetune or any(budget.by_metric for budget in search.budgets)),
         )  # fmt: skip
         orders = self.known.orders if self.known else {}
         for name in orders:
