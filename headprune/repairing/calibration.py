@@ -22,7 +22,14 @@ from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.parallel import current
 from headprune.pruned.structure import remove_biases
 from headprune.repairing.directions import Directions, find_directions, refittable_values, room
-from headprune.repairing.examples import ENOUGH, MOST_ROWS, DenseAnswers, dense_answers, mixed_texts, mixtures_of_each
+from headprune.repairing.examples import (
+    ENOUGH_TEXTS,
+    MOST_ROWS,
+    DenseAnswers,
+    dense_answers,
+    mixed_texts,
+    mixtures_of_each,
+)
 from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, is_transposed, output_projections
 from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Calls, Runner
@@ -102,7 +109,7 @@ class Calibration:
         runner = self.runner
         mixtures = mixed_texts(runner.batches, runner.rows, mixtures_of_each(runner.examples), 0) if self.mixes else ()
         times = sum(len(each.firsts) for each in mixtures) / runner.examples
-        return bool(self.share) + (3 + self.share) * (times + (not mixtures or 2 * runner.examples <= ENOUGH))
+        return bool(self.share) + (3 + self.share) * (times + (not mixtures or 2 * runner.examples <= ENOUGH_TEXTS))
 
     @property
     def share(self) -> int:

@@ -5,7 +5,7 @@ target of the last repair step.
 
 A mixture is the first half of one text and the second half of another. A model was often trained on its calibration
 examples and overfits them; its answers to mixtures are more like those to unseen examples. So of many texts, mixtures
-are fitted to in their place; of few, both, since more is better there (`ENOUGH`). (Like CutMix, Yun et al. 2019,
+are fitted to in their place; of few, both, since more is better there (`ENOUGH_TEXTS`). (Like CutMix, Yun et al. 2019,
 arXiv:1905.04899, but for texts, and the dense model gives the targets, so no labels are mixed. In our benchmark,
 swapping halves of small images made repair worse, and a language model, not trained on its examples, did not change.)
 """
@@ -30,7 +30,7 @@ from headprune.inputs import LABELS, tensors, widened
 if TYPE_CHECKING:
     from headprune.repairing.runner import Runner
 
-ENOUGH = 1024  # examples and mixtures to fit to
+ENOUGH_TEXTS = 1024  # to fit to: texts and mixtures of them
 BLOCK = 4  # examples that are mixed only with one another, so that they can be left out together
 _MANY_CLASSES, _STARTS = 4096, 1 << 20  # as of a language model; starts of a token's run of random numbers
 _TEXT = {"input_ids", "attention_mask", "token_type_ids"}
@@ -58,7 +58,7 @@ def block_of(number: Tensor) -> Tensor:
 
 def mixtures_of_each(examples: int) -> int:
     """How many mixtures are made of each of so many examples."""
-    return 2 if 3 * examples <= ENOUGH else 1
+    return 2 if 3 * examples <= ENOUGH_TEXTS else 1
 
 
 def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) -> list[Mixed]:

@@ -164,8 +164,9 @@ class RepairWeights:
         by_module: ``{module: (W [in, out], b [out] or None)}``; without modules that do not change.
         fits: The fits that they come from, by output projection; none for old weights.
         answers: The step towards the dense model's answers, if they include it.
-        note: What a reader should know about steps.
+        note: What a reader should know about steps that were left out.
         trials: How every step did on examples that it was not fitted to (`headprune.repairing.steps`).
+        fits_others: Whether a last step was fitted to `Calibration.others` too.
         on_fold: ``on_fold(i)``: the weights if the last step is fitted to fold i alone, with the same strength.
         with_part: ``with_part(part)``: the weights with only a part of the last step, if that can be taken in part.
     """
@@ -175,6 +176,7 @@ class RepairWeights:
     answers: AnswersRepair | None = None
     note: str = ""
     trials: tuple[Trial, ...] = ()
+    fits_others: bool = False
     on_fold: Callable[[int], RepairWeights] | None = None
     with_part: Callable[[float], RepairWeights] | None = None
 

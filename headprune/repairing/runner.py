@@ -17,7 +17,7 @@ from headprune.divergence import real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.parallel import current
-from headprune.repairing.examples import ENOUGH, Mixed, logits_by_example, mixed_texts, mixtures_of_each, probe_of
+from headprune.repairing.examples import ENOUGH_TEXTS, Mixed, logits_by_example, mixed_texts, mixtures_of_each, probe_of
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing, wrapped
 from headprune.scoring.base import Problem
@@ -109,7 +109,7 @@ class Runner:
     @property
     def mixed_only(self) -> bool:
         """Whether mixtures are fitted to in the examples' place, not as well."""
-        return bool(self.mixtures) and 2 * self.examples > ENOUGH
+        return bool(self.mixtures) and 2 * self.examples > ENOUGH_TEXTS
 
     @property
     def fitted(self) -> Sequence[int]:
