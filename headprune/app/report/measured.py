@@ -15,6 +15,7 @@ from headprune.app.report.content import Figure, Table, listed, notes_by_size
 from headprune.latency import GenerationRow, LatencyRow
 from headprune.metrics import metric_named
 from headprune.planning import AUTO, STRATEGIES, abouts
+from headprune.repairing.steps import ALL_FITTED
 from headprune.timing import ATTENTION, LAUNCH, PROJECTIONS
 
 _BLUE, _GREY = "#0072B2", "#7f7f7f"  # Okabe and Ito's blue, and grey for the random control
@@ -208,6 +209,11 @@ def left_out(metrics: Metrics) -> str:
     kept = [(size, trial.step) for size, trial in trials if trial.kept]
     steps = [f"{t.step} with {amounts.head_count(size)}" for size, t in trials if (size, t.step) not in kept]
     return listed(steps) if steps else ""
+
+
+def fits_choosing(metrics: Metrics) -> bool:
+    """Whether the last step of a repair was fitted to the choosing examples too."""
+    return any(ALL_FITTED in note for budget in metrics.budgets if budget.repair for note in budget.repair.notes)
 
 
 def repair_notes(metrics: Metrics) -> list[str]:
