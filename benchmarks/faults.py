@@ -97,6 +97,16 @@ def seen(world: Path) -> Any:
     return found
 
 
+def results_alone(found: Any) -> Any:
+    """What was found without the tokenizer's files, their hashes and size: a key there that nobody reads is copied, and changes no result."""
+    if isinstance(found, list):
+        return [results_alone(each) for each in found]
+    if not isinstance(found, dict):
+        return found
+    copied = ("checksum", "files", "size")
+    return {key: results_alone(found[key]) for key in found if key not in copied and "/tokenizer" not in key}
+
+
 def clean(ended: Row) -> bool:
     """Whether it ended as a command should that could not go on: one line and no traceback; nothing where a signal came early."""
     lines = [line for line in ended["stderr"].splitlines() if line.startswith("headprune: ")]
@@ -339,7 +349,7 @@ def damaged(base: Base, kind: tuple[str, str, str, str], how: str, rng: random.R
     said = ended["stderr"] + ended["stdout"]
     if ended["status"] != 0:
         return row | {"outcome": "said" if clean(ended) else "wrong", "fine": clean(ended), "why": said[-400:]}
-    if found == expected:
+    if found == expected or (pattern.startswith("m/tokenizer") and results_alone(found) == results_alone(expected)):
         return row | {"outcome": "made again" if where.startswith("left") else "no matter"}
     if any(word in said for word in ("headprune: ", "was changed after", "has changed since")):
         return row | {"outcome": "said", "why": said[-400:]}
