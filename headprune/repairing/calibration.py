@@ -141,8 +141,7 @@ class Calibration:
             # As many rows at most as the calibration examples may have.
             rows_of_each = answers.count * math.ceil(answers.examples / runner.examples)
             try:
-                some = enough(self.model, self.others, max(1, MOST_ROWS // rows_of_each))
-                further = Runner(self.model, runner.projections, some)
+                further = self.runner_of_others(MOST_ROWS // rows_of_each)
                 if runner.mixtures:
                     further.add_mixtures()
                 both = dense_answers(runner, further)
@@ -154,6 +153,14 @@ class Calibration:
                 runner.count(further.passes * further.examples)
             answers = answers if isinstance(both, str) else both
         return answers, runner.passes - before
+
+    def runner_of_others(self, most: int) -> Runner:
+        """The model on `others`, or on about ``most`` of many.
+
+        Raises:
+            Exception: Of any class, where they have another form than the calibration examples.
+        """
+        return Runner(self.model, self.projections, enough(self.model, self.others, max(1, most)))
 
     def losing(self, drop: Heads) -> list[OutputProjection]:
         """The output projections that lose heads, and on which the model's answers depend."""

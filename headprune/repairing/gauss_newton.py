@@ -154,7 +154,8 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
         return weights_of(coordinates.matrices(_sum(rows, alpha) / unit), places)
 
     facts = AnswersRepair(before, held_out, strength, len(residuals))
-    return weights_of(coordinates.matrices(change), places), facts, on_fold
+    others = int((answers.folds == 1).sum()) if answers.others else 0
+    return AnswersStep(weights_of(coordinates.matrices(change), places), facts, on_fold, others)
 
 
 def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tensor, Coordinates]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headprune.attention import Heads
+from headprune.batches import is_out_of_memory
 from headprune.divergence import Divergence, logits_of, real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import doubled, model_device, tensors
@@ -28,7 +29,7 @@ from headprune.repairing.examples import probe_of
 from headprune.repairing.gauss_newton import Places, joined, weights_of
 from headprune.repairing.projections import FOLDS, Moments
 from headprune.repairing.results import AnswersRepair, AnswersStep, Changes, RepairWeights
-from headprune.repairing.runner import Seen
+from headprune.repairing.runner import Runner, Seen
 
 T = TypeVar("T")
 _DAMPINGS = (0.1, 1.0, 10.0)  # of the mean variance of an input, and of a slope
@@ -52,18 +53,27 @@ class _Factors:
     outputs: Moments
     has_bias: bool
 
-    def step(self, damping: float, fold: int | None = None) -> Tensor:
-        """K-FAC's change of W_O ``[kept inputs (+ 1 for the bias), out]``, from all examples or from those of one fold."""
+    def total(self, fold: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The second moments of inputs, of these with the divergence's slopes, and of the outputs' slopes; of one fold, or of all."""
         part = slice(None) if fold is None else slice(fold, fold + 1)
-        xx, xg, ss = self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx[part].sum(0)[:-1, :-1]
-        count = xx[-1, -1].clamp(min=1)
-        if not self.has_bias:
-            xx, xg = xx[:-1, :-1], xg[:-1]
-        if not bool(xx.diagonal().any() & ss.diagonal().any()):
-            return torch.zeros_like(xg)
-        left, right = ((m + damping * m.diagonal().mean() * torch.eye(len(m)).to(m)) / count for m in (xx, ss))
-        step: Tensor = -torch.linalg.solve(right, torch.linalg.solve(left, xg / count).mT).mT
-        return step
+        return self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx[part].sum(0)[:-1, :-1]
+
+
+def _step(factors: Sequence[_Factors], damping: float, fold: int | None = None) -> Tensor:
+    """K-FAC's change of W_O ``[kept inputs (+ 1 for the bias), out]``, from the sums over several sets of examples."""
+    xx, xg, ss = (torch.stack(each).sum(0) for each in zip(*(own.total(fold) for own in factors), strict=True))
+    count = xx[-1, -1].clamp(min=1)
+    if not factors[0].has_bias:
+        xx, xg = xx[:-1, :-1], xg[:-1]
+    if not bool(xx.diagonal().any() & ss.diagonal().any()):
+        return torch.zeros_like(xg)
+    left, right = ((m + damping * m.diagonal().mean() * torch.eye(len(m)).to(m)) / count for m in (xx, ss))
+    step: Tensor = -torch.linalg.solve(right, torch.linalg.solve(left, xg / count).mT).mT
+    return step
+
+
+Sums = Mapping[str, _Factors]
+"""By output projection."""
 
 
 def natural_gradient(calibration: Calibration, drop: Heads, start: RepairWeights, places: Places) -> AnswersStep | None:
@@ -72,35 +82,30 @@ def natural_gradient(calibration: Calibration, drop: Heads, start: RepairWeights
     Returns:
         None if no step does better than no change on the other fold's examples.
     """
-    return _Look(calibration, drop, start, places).step()
+    return _Look(calibration, drop, start, places, calibration.runner).step()
 
 
 class _Look:
-    """A look at some of the examples with the weights ``start``."""
+    """A look at some of a runner's examples with the weights ``start``."""
 
-    def __init__(self, calibration: Calibration, drop: Heads, start: RepairWeights, places: Places) -> None:
+    def __init__(
+        self, calibration: Calibration, drop: Heads, start: RepairWeights, places: Places, runner: Runner
+    ) -> None:
         self.calibration, self.drop, self.start, self.places = calibration, drop, start, places
-        self.runner, self.divergence = calibration.runner, Divergence(calibration.model, seed=0)
-        self.divergence.rows = self.runner.rows
+        self.runner, self.divergence = runner, Divergence(calibration.model, seed=0)
+        self.divergence.rows = runner.rows
 
     def step(self) -> AnswersStep | None:
         """The step.
 
         Its damping and its length are those that do best when a step from the examples of one fold is tried on those of the other.
+        If the calibration has others, the step is then fitted to them too.
         """
-        device = None if is_offloaded(self.calibration.model) else model_device(self.calibration.model)
-        sums = {
-            name: _Factors(Moments(len(kept), out := p.weight.shape[1], device), Moments(out, 1, device), p.has_bias)
-            for name, (p, kept) in self.places.items()
-        }
         some = self._some()
-        examples = sum(self._share("slopes", partial(self._add, sums), some))
-        for name, own in sums.items():
-            current().add(f"slopes of {name}", [own.inputs.xx, own.inputs.xy, own.outputs.xx])
-            own.inputs.complete()
-            own.outputs.complete()
+        sums, examples = self._sums(some)
         crossed = {
-            n: [torch.stack([own.step(d, 1 - f) for d in _DAMPINGS]) for f in range(FOLDS)] for n, own in sums.items()
+            n: [torch.stack([_step([own], d, 1 - f) for d in _DAMPINGS]) for f in range(FOLDS)]
+            for n, own in sums.items()
         }
         few = some[:: min(_LOOKED_AT, len(some))] if self._tokens(some) > _MANY else some
         seen = torch.cat(self._share("directions", partial(self._try, crossed), few))
@@ -111,13 +116,46 @@ class _Look:
             return None
         length, damping = float(-slopes[best] / curvatures[best]), _DAMPINGS[best]
 
-        def changes(fold: int | None) -> Changes:
-            steps = {name: (length * own.step(damping, fold)).cpu() for name, own in sums.items()}
-            return weights_of(steps, self.places)
+        def changes(parts: Sequence[Sums], fold: int | None = None) -> Changes:
+            steps = {name: length * _step([part[name] for part in parts], damping, fold) for name in self.places}
+            return weights_of({name: step.cpu() for name, step in steps.items()}, self.places)
 
         held_out = (divergence - gains[best]).clamp(min=0)
-        facts = AnswersRepair(math.sqrt(divergence), math.sqrt(held_out), damping, examples)
-        return changes(None), facts, changes
+        more, others = self._sums_of_others()
+        facts = AnswersRepair(math.sqrt(divergence), math.sqrt(held_out), damping, examples + others)
+        if others:
+            parts = (sums, more)
+            return AnswersStep(changes(parts), facts, lambda part: changes([parts[part]]), others)
+        return AnswersStep(changes([sums]), facts, lambda fold: changes([sums], fold))
+
+    def _sums(self, some: Sequence[int]) -> tuple[Sums, int]:
+        """The sums over the tokens of some batches, and the number of their examples."""
+        device = None if is_offloaded(self.calibration.model) else model_device(self.calibration.model)
+        sums = {
+            name: _Factors(Moments(len(kept), out := p.weight.shape[1], device), Moments(out, 1, device), p.has_bias)
+            for name, (p, kept) in self.places.items()
+        }
+        examples = sum(self._share("slopes", partial(self._add, sums), some))
+        for name, own in sums.items():
+            current().add(f"slopes of {name}", [own.inputs.xx, own.inputs.xy, own.outputs.xx])
+            own.inputs.complete()
+            own.outputs.complete()
+        return sums, examples
+
+    def _sums_of_others(self) -> tuple[Sums, int]:
+        """The sums over the calibration's others, and how many were looked at: none where they cannot be fitted to."""
+        if not self.calibration.others:
+            return {}, 0
+        try:
+            runner = self.calibration.runner_of_others(self.runner.examples)
+            look = _Look(self.calibration, self.drop, self.start, self.places, runner)
+            result = look._sums(look._some())
+        except Exception as error:  # others may have another form, and a model may raise anything about it
+            if is_out_of_memory(error):
+                raise
+            return {}, 0
+        self.runner.count(runner.passes * runner.examples)
+        return result
 
     def _share(self, name: str, task: Callable[[int], T], some: Sequence[int]) -> list[T]:
         return self.runner.share(name, [partial(task, i) for i in some], [self.runner.batches[i] for i in some])
@@ -156,7 +194,7 @@ class _Look:
             raise HeadPruneError("tokens cannot be told apart by example.")
         return divergences[0], seen
 
-    def _add(self, sums: Mapping[str, _Factors], index: int) -> int:
+    def _add(self, sums: Sums, index: int) -> int:
         """Add the tokens of a batch to the sums; returns the number of its examples."""
         divergence, seen = self._seen(index)
         for name, calls in seen.items():

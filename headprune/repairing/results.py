@@ -67,8 +67,24 @@ class AnswersRepair:
 
 Changes = Mapping[str, tuple[Tensor, Tensor]]
 """Changes of weights ``W [in, out]`` and biases ``b [out]``, by module; float64 on the CPU."""
-AnswersStep = tuple[Changes, AnswersRepair, Callable[[int], Changes]]
-"""A step towards the dense answers: the changes, how well they fit, and a function that fits them to one fold alone."""
+
+
+@dataclass(frozen=True)
+class AnswersStep:
+    """A step towards the dense answers.
+
+    Attributes:
+        changes: Of weights and biases.
+        facts: How well they fit.
+        on_fold: The changes fitted to one fold alone. If others are fitted to as well, fold 0 is the calibration examples.
+        others: How many of the examples that are fitted to are `Calibration.others`.
+    """
+
+    changes: Changes
+    facts: AnswersRepair
+    on_fold: Callable[[int], Changes]
+    others: int = 0
+
 
 
 @dataclass(frozen=True)
@@ -166,8 +182,8 @@ class RepairWeights:
         answers: The step towards the dense model's answers, if they include it.
         note: What a reader should know about steps that were left out.
         trials: How every step did on examples that it was not fitted to (`headprune.repairing.steps`).
-        fits_others: Whether a last step was fitted to `Calibration.others` too.
-        on_fold: ``on_fold(i)``: the weights if the last step is fitted to fold i alone, with the same strength.
+        others: How many of `Calibration.others` a last step was fitted to.
+        on_fold: ``on_fold(i)``: the weights if the last step is fitted to fold i alone, with the same strength; see `AnswersStep`.
         with_part: ``with_part(part)``: the weights with only a part of the last step, if that can be taken in part.
     """
 
@@ -176,7 +192,7 @@ class RepairWeights:
     answers: AnswersRepair | None = None
     note: str = ""
     trials: tuple[Trial, ...] = ()
-    fits_others: bool = False
+    others: int = 0
     on_fold: Callable[[int], RepairWeights] | None = None
     with_part: Callable[[float], RepairWeights] | None = None
 
@@ -212,12 +228,12 @@ class RepairWeights:
 
     def moved(self, step: AnswersStep, part: float = 1.0) -> RepairWeights:
         """These weights plus a part of a step towards the answers."""
-        changes, facts, on_fold = step
         # No closure that refers to itself: it would keep gradients in memory.
         return replace(
-            self._plus(changes, part),
-            answers=replace(facts, part=part),
-            on_fold=lambda fold: self._plus(on_fold(fold), part),
+            self._plus(step.changes, part),
+            answers=replace(step.facts, part=part),
+            others=step.others,
+            on_fold=lambda fold: self._plus(step.on_fold(fold), part),
             with_part=partial(self.moved, step),
         )
 

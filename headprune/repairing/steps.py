@@ -84,7 +84,7 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
         return f"{NOT_FITTED}: memory ran out. Smaller batches need less."
     if step is None:
         return NO_GAIN
-    return replace(start, fits_others=not isinstance(answers, str) and answers.others).moved(step)
+    return start.moved(step)
 
 
 def _has_several(calibration: Calibration) -> bool:
@@ -186,11 +186,11 @@ def checked_repair(
         kept = better(before, after)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
-            best, fitted, estimated = replace(tried, fits_others=tried.fits_others or best.fits_others), own, after
+            best, fitted, estimated = replace(tried, others=max(tried.others, best.others)), own, after
             if choose is not None and not step.by_layer and _leads_on(calibration, trials[-1]):
                 ahead.insert(0, step)
     best = drop_columns(calibration, drop) if best is old else best
-    notes += [ALL_FITTED] if best.fits_others else []
+    notes += [ALL_FITTED] if best.others else []
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None)
 
 
@@ -219,13 +219,12 @@ def _on_others(calibration: Calibration, drop: Heads, choose: Fidelity, weights:
         with torch.inference_mode(False):
             return choose.each(partial(calibration.applied, weights.by_module, drop))
 
-    answers = calibration.answers[0] if weights.fits_others else ""
-    if isinstance(answers, str) or weights.on_fold is None or weights.answers is None:
+    if not weights.others or weights.on_fold is None or weights.answers is None:
         divergence = measured(weights)
         return weights, divergence, divergence
     with torch.inference_mode(False), torch.no_grad():
-        facts = replace(weights.answers, examples=int((answers.folds == 0).sum()))
-        without = replace(weights.on_fold(0), answers=facts, fits_others=False)
+        facts = replace(weights.answers, examples=weights.answers.examples - weights.others)
+        without = replace(weights.on_fold(0), answers=facts, others=0)
     divergence, estimate = measured(weights), measured(without)
     if divergence.mean() < estimate.mean():
         return weights, divergence, estimate
