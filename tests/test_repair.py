@@ -26,7 +26,7 @@ from headprune.repairing import (
 from headprune.repairing import layers as layer_steps
 from headprune.repairing.examples import probe_of
 from headprune.repairing.gauss_newton import choose_coordinates
-from headprune.repairing.steps import better, refit_answers
+from headprune.repairing.steps import ALL_FITTED, better, refit_answers
 from tests.support import brute
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, noise
@@ -685,9 +685,10 @@ def test_one_example_is_both_folds_by_its_tokens(name: str) -> None:
         torch.testing.assert_close(padded.by_module[name][0], weight, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_many_answers_come_nearer_on_other_texts(name: str) -> None:
-    """By a step along K-FAC's direction, which is computed here token by token."""
+def test_many_answers_come_nearer_on_other_texts(name: str, joint: bool) -> None:
+    """By a step along K-FAC's direction, which is computed here token by token; and those of other texts too, if it is fitted to both."""
     (model, _), example, other = brute.model_of(name), text(40, 9, seed=1), text(100, 9, seed=2)
     layers = hp.find_attention(model, example)
     drop = {a.name: [h for unit in a.units[1:] for h in unit] for a in layers}
@@ -695,20 +696,34 @@ def test_many_answers_come_nearer_on_other_texts(name: str) -> None:
     trial = next(t for t in done.trials if t.step == "answers")
     assert (trial.kept, done.answers is not None) == (True, True)
     assert trial.after < trial.before
-    dense_model = calibrate(model, layers, [example], values=False)
+    assert ALL_FITTED in done.notes
+    more = [text(30, 9, seed=3)] if joint else []
+    dense_model = calibrate(model, layers, [example], values=False, others=more)
     start = fit_layers(dense_model, drop)
     found: Any = refit_answers(dense_model, drop, start)
-    dense, runner, real = brute.logits(model, example), dense_model.runner, example["attention_mask"] != 0
-    with torch.inference_mode(False), dense_model.applied(start.by_module, drop):
-        seen = runner.slopes_of(example, start.by_module, lambda out: [
-            (dense.softmax(-1) * (dense.log_softmax(-1) - out.logits.log_softmax(-1)))[real].sum(), probe_of(model, out, example, 0, runner.rows)
-        ])  # fmt: skip
+    runner = dense_model.runner
+
+    def seen_on(batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        dense, real = brute.logits(model, batch), batch["attention_mask"] != 0
+        with torch.inference_mode(False), dense_model.applied(start.by_module, drop):
+            return real, runner.slopes_of(batch, start.by_module, lambda out: [
+                (dense.softmax(-1) * (dense.log_softmax(-1) - out.logits.log_softmax(-1)))[real].sum(), probe_of(model, out, batch, 0, runner.rows)
+            ])  # fmt: skip
+
+    assert (found.others, found.answers.examples) == (30 * joint, 40 + 30 * joint)
+    if joint:  # judged by the step without them
+        alone = refit_answers(calibrate(model, layers, [example], values=False), drop, start)
+        for module, (weight, _) in found.on_fold(0).by_module.items():
+            torch.testing.assert_close(weight, alone.by_module[module][0])
+    every = [seen_on(batch) for batch in (example, *more)]
     for module, (weight, bias) in start.by_module.items():
-        x, _, (g, s) = seen[module][0]
         place = next(p for p in dense_model.projections if p.name == module)
-        ones = x.new_ones(*x.shape[:-1], int(place.has_bias))
-        tokens = [torch.cat([x[..., place.kept(drop)], ones], -1), g, s]
-        rows, slopes, random = (t[real] for t in tokens)
+        parts = []
+        for real, seen in every:
+            x, _, (g, s) = seen[module][0]
+            ones = x.new_ones(*x.shape[:-1], int(place.has_bias))
+            parts.append([t[real] for t in (torch.cat([x[..., place.kept(drop)], ones], -1), g, s)])
+        rows, slopes, random = (torch.cat(each) for each in zip(*parts, strict=True))
         a, b = (sum(torch.outer(v, v) for v in vs) / len(vs) for vs in (rows, random))
         a, b = (m + found.answers.strength * m.diagonal().mean() * torch.eye(len(m)).double() for m in (a, b))
         step = -torch.linalg.inv(a) @ sum(map(torch.outer, rows, slopes)) @ torch.linalg.inv(b)

@@ -86,7 +86,6 @@ class AnswersStep:
     others: int = 0
 
 
-
 @dataclass(frozen=True)
 class Trial:
     """How one step of a repair did on examples that it was not fitted to (`headprune.repairing.steps`).
