@@ -333,8 +333,8 @@ def halving(items: Sequence[Any], size: int) -> Iterator[Any]:
         yield part
         if part.failed:
             size = max(1, len(part.items) // 2)
-            continue
-        start += len(part.items)
+        else:
+            start += len(part.items)
 
 
 class _Attempt:

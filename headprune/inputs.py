@@ -218,9 +218,8 @@ def variants(example: Example) -> list[Example]:
     """
     result: list[Example] = []
     if isinstance(example, Mapping) and isinstance(ids := example.get("input_ids"), Tensor) and ids.ndim == 2:
-        shorter = max(2, (ids.shape[1] * 3) // 5)
-        if shorter < ids.shape[1]:
-            cut = {k: _cut(k, v, ids, shorter) for k, v in example.items()}
+        cut: Any = first_tokens(example, max(2, (ids.shape[1] * 3) // 5))
+        if cut is not example:
             if isinstance(mask := cut.get("attention_mask"), Tensor) and mask.ndim == 2:
                 cut["attention_mask"] = mask = mask.clone()
                 mask[0, -1] = 0
@@ -234,17 +233,13 @@ def variants(example: Example) -> list[Example]:
 
 
 def first_tokens(example: Example, most: int) -> Example:
-    """Cut a text to its first ``most`` tokens: ``input_ids`` and all tensors of their shape; other examples stay unchanged."""
-    ids = example.get("input_ids") if isinstance(example, Mapping) else None
-    if not isinstance(example, Mapping) or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] <= most:
+    """Cut a text to its first ``most`` tokens: ``input_ids`` and all tensors of their shape but the decoder's; other examples stay unchanged."""
+    if not isinstance(example, Mapping) or not isinstance(ids := example.get("input_ids"), Tensor):
         return example
-    return {k: _cut(k, v, ids, most) for k, v in example.items()}
-
-
-def _cut(name: str, value: Any, ids: Tensor, length: int) -> Any:
-    """Cut an argument to ``length`` tokens if it has the shape of ``ids`` and is not the decoder's."""
-    same = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[:2] == ids.shape
-    return value[:, :length] if same and not name.startswith("decoder_") else value
+    if ids.ndim != 2 or ids.shape[1] <= most:
+        return example
+    long = {k: v for k, v in example.items() if isinstance(v, Tensor) and v.shape[:2] == ids.shape}
+    return {**example, **{k: v[:, :most] for k, v in long.items() if not k.startswith("decoder_")}}
 
 
 def _padded(example: Example) -> Example | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +94,20 @@ def _train(images: Any, labels: Any, progress: Callable[[int, int], None]) -> tu
     )
     pixels = (torch.tensor(images, dtype=torch.float32) / 16 - 0.5) / 0.5
     x, y = pixels[:, None], torch.tensor(labels)
-    per_epoch = _TRAIN // _RECIPE["batch"]
-    steps = _RECIPE["epochs"] * per_epoch
+    steps = _RECIPE["epochs"] * (_TRAIN // _RECIPE["batch"])
     optimizer = torch.optim.AdamW(model.parameters(), **_RECIPE["optimizer"], foreach=True)  # the same result, faster
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RECIPE["optimizer"]["lr"], total_steps=steps)
     model.train()
-    for step in range(steps):
-        if step % per_epoch == 0:
-            batches = torch.split(torch.randperm(_TRAIN), _RECIPE["batch"])
-        rows = batches[step % per_epoch]
+    # Every epoch's order is drawn when it begins.
+    epochs = (torch.split(torch.randperm(_TRAIN), _RECIPE["batch"]) for _ in range(_RECIPE["epochs"]))
+    for step, rows in enumerate(chain.from_iterable(epochs), 1):
         logits = model(pixel_values=_shift(x[rows])).logits
         loss = F.cross_entropy(logits, y[rows], label_smoothing=_RECIPE["label_smoothing"])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
-        progress(step + 1, steps)
+        progress(step, steps)
     model.eval()
     with torch.inference_mode():
         test = slice(_TRAIN + _VALIDATION, None)

@@ -49,26 +49,26 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> 
 
 def png(figure: Drawing) -> bytes:
     """A figure as a PNG file; the same figure gives the same bytes."""
-    drawn, file = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png")
-    few = (
-        Image.open(drawn)
-        .convert("RGB")
-        .quantize(_COLOURS, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
-    )
-    few.save(file, "PNG", optimize=True)
+    drawn = Image.open(io.BytesIO(_drawn(figure, "png"))).convert("RGB")
+    return _as_png(drawn.quantize(_COLOURS, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE))
+
+
+def _drawn(figure: Drawing, form: str) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format=form)
+    return file.getvalue()
+
+
+def _as_png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", optimize=True)
     return file.getvalue()
 
 
 def save(figure: Drawing, path: Path) -> None:
     """Write a figure to a ``.png``, ``.svg`` or ``.pdf`` file, whole or not at all."""
     form = path.suffix.lower().removeprefix(".")
-    if form == "png":
-        write_file(path, png(figure))
-        return
-    file = io.BytesIO()
-    figure.savefig(file, format=form)
-    write_file(path, file.getvalue())
+    write_file(path, png(figure) if form == "png" else _drawn(figure, form))
 
 
 def as_uri(pixels: Tensor) -> str:
@@ -80,9 +80,7 @@ def as_uri(pixels: Tensor) -> str:
     factor = _SIDE / max(picture.size)
     size = tuple(max(1, round(n * factor)) for n in picture.size)
     picture = picture.resize(size, Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BILINEAR)
-    file = io.BytesIO()
-    picture.save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return f"data:image/png;base64,{base64.b64encode(_as_png(picture)).decode()}"
 
 
 def from_uri(uri: str) -> Any:

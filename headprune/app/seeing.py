@@ -142,7 +142,6 @@ def _document(
     profiles = profile_heads(loaded.model, batches, layers, separators=separators, seed=seed)
     seen = [layer for layer in layers if layer.name not in profiles.unseen]
     shown = [_sample(loaded, seen, inputs, profiles.grid, longest) for inputs in samples]
-    unit = "tokens" if profiles.grid is None else "patches"
     described = tuple(
         LayerProfile(
             name=layer.name, index=layer.index, kind=layer.kind, heads=tuple(map(_rounded, profiles[layer.name])),
@@ -150,8 +149,8 @@ def _document(
         ) for layer in layers
     )  # fmt: skip
     return Heads(
-        examples=profiles.examples, tokens=profiles.tokens, repeated=profiles.repeated, unit=unit, layers=described,
-        samples=tuple(sample for sample in shown if sample.layers),
+        examples=profiles.examples, tokens=profiles.tokens, repeated=profiles.repeated, layers=described,
+        unit="tokens" if profiles.grid is None else "patches", samples=tuple(sample for sample in shown if sample.layers),
     )  # fmt: skip
 
 

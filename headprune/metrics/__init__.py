@@ -68,12 +68,9 @@ def metric_of(given: str | Metric | Callable[[Any, Any], float]) -> Metric:
         return given
     if isinstance(given, str):
         return metric_named(given)
+
+    def score(answers: Answers) -> float:
+        return given(answers.predictions, answers.references)
+
     name = getattr(given, "__name__", type(given).__name__)
-    return Metric(
-        name,
-        (),
-        lambda answers: given(answers.predictions, answers.references),
-        width=0.0,
-        lowest=float("-inf"),
-        percent=False,
-    )
+    return Metric(name, (), score, width=0.0, lowest=float("-inf"), percent=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,14 @@ def ratio(sums: np.ndarray) -> float:
     return float(sums[0] / sums[1]) if sums[1] else float("nan")
 
 
-def library_missing(metric: str, library: str) -> HeadPruneError:
-    """The error where a metric's library is not installed."""
-    return HeadPruneError(f"{metric} needs {library}, which is not installed.", 'pip install "headprune[metrics]"')
+def library(module: str, metric: str, package: str) -> Any:
+    """A module that a metric needs, from a package that headprune does not.
+
+    Raises:
+        HeadPruneError: The package is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        message = f"{metric} needs {package}, which is not installed."
+        raise HeadPruneError(message, 'pip install "headprune[metrics]"') from error

@@ -8,24 +8,14 @@ from typing import Any
 import numpy as np
 
 from headprune.errors import HeadPruneError
-from headprune.metrics.base import LABELS, NUMBERS, SEVERAL, TAGS, Answers, Metric, by_sums, library_missing
+from headprune.metrics.base import LABELS, NUMBERS, SEVERAL, TAGS, Answers, Metric, by_sums, library, ratio
 
-_OF_NUMBERS = ("neg_max_error", "neg_mean_", "neg_median_", "neg_root_", "r2", "explained_variance", "d2_absolute")
-_NO_PERCENT = (
-    *_OF_NUMBERS,
-    "neg_",
-    "d2_",
-    "matthews_corrcoef",
-    "mutual_info_score",
-    "positive_likelihood_ratio",
-    "adjusted_",
-)
-_RANKS = ("roc_auc", "average_precision", "top_k", "neg_log_loss", "neg_brier", "d2_log_loss", "d2_brier")
-_NOT_SMOOTH = (
-    "neg_max_error",
-    "neg_median_absolute_error",
-)  # the jackknife does not hold for them (Efron 1982, section 3.4)
 _CORRELATIONS = ("matthews_corrcoef", "adjusted_rand_score", "adjusted_mutual_info_score")
+_OF_NUMBERS = ("neg_max_error", "neg_mean_", "neg_median_", "neg_root_", "r2", "explained_variance", "d2_absolute")
+_EXPLAINS = ("r2", "explained_variance", "d2_")
+_NO_PERCENT = ("neg_", *_EXPLAINS, *_CORRELATIONS, "mutual_info_score", "positive_likelihood_ratio")
+_RANKS = ("roc_auc", "average_precision", "top_k", "neg_log_loss", "neg_brier", "d2_log_loss", "d2_brier")
+_NOT_SMOOTH = ("neg_max_error", "neg_median_absolute_error")  # the jackknife does not hold (Efron 1982, section 3.4)
 
 
 def scorer(name: str) -> Metric | None:
@@ -49,8 +39,7 @@ def scorer(name: str) -> Metric | None:
 
     width = float(percent or name in _CORRELATIONS)
     lowest = 0.0 if percent else -1.0 if width else float("-inf")
-    explains = name in _CORRELATIONS or name.startswith(("r2", "explained_variance", "d2_"))
-    chance, ranks = 0.0 if explains else None, name.startswith(_RANKS)
+    chance, ranks = 0.0 if name.startswith((*_CORRELATIONS, *_EXPLAINS)) else None, name.startswith(_RANKS)
     return Metric(name, forms, score, width=width, lowest=lowest, percent=percent, chance=chance, ranks=ranks)
 
 
@@ -91,12 +80,8 @@ def _correlation(kind: str) -> Metric:
 
 
 def _entities(answers: Answers) -> np.ndarray:
-    """``[examples, 3]``: entities that are found, predicted, and there, as seqeval reads tags."""
-    try:
-        from seqeval.metrics.sequence_labeling import get_entities
-    except ImportError as error:
-        raise library_missing("seqeval", "seqeval") from error
-
+    """``[examples, 2]``: twice the entities that are found, and those predicted and there, as seqeval reads tags; F1 is their ratio."""
+    get_entities = library("seqeval.metrics.sequence_labeling", "seqeval", "seqeval").get_entities
     if not any(name[:2] in ("B-", "I-", "E-", "S-") for name in answers.classes):
         raise ValueError("the model's classes are not named as in B-PER, I-PER and O (id2label in its config.json)")
 
@@ -104,15 +89,11 @@ def _entities(answers: Answers) -> np.ndarray:
         return set(get_entities([answers.classes[tag] for tag in tags]))
 
     pairs = zip(map(entities, answers.predictions), map(entities, answers.references), strict=True)
-    return np.array([[len(found & there), len(found), len(there)] for found, there in pairs], dtype=float)
-
-
-def _f1(sums: np.ndarray) -> float:
-    return float(2 * sums[0] / (sums[1] + sums[2])) if sums[1] + sums[2] else float("nan")
+    return np.array([[2 * len(found & there), len(found) + len(there)] for found, there in pairs], dtype=float)
 
 
 METRICS = [
     _correlation("spearmanr"),
     _correlation("pearsonr"),
-    Metric("seqeval", (TAGS,), chance=0.0, **by_sums(_entities, _f1)),
+    Metric("seqeval", (TAGS,), chance=0.0, **by_sums(_entities, ratio)),
 ]

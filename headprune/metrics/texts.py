@@ -11,18 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from headprune.metrics.base import TEXTS, Answers, Metric, by_sums, library_missing, ratio
+from headprune.metrics.base import TEXTS, Answers, Metric, by_sums, library, ratio
 
 
-def _mean_of(name: str, each: Callable[[], Callable[[str, str], float]]) -> Metric:
-    """The mean over examples of a value of two texts, the best over the references.
-
-    Args:
-        each: Returns the function of (prediction, reference).
-    """
+def _mean_of(name: str, value: Callable[[str, str], float]) -> Metric:
+    """The mean over examples of a value of (prediction, reference), the best over the references."""
 
     def sums(answers: Answers) -> np.ndarray:
-        value = each()
         pairs = zip(answers.predictions, map(_listed, answers.references), strict=True)
         return np.array([[max(value(text, right) for right in rights), 1.0] for text, rights in pairs])
 
@@ -61,26 +56,22 @@ def _words_f1(text: str, reference: str) -> float:
 # -- libraries ------------------------------------------------------------------------------------------
 
 
-def _rouge_l() -> Callable[[str, str], float]:
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise library_missing("rouge_l", "rouge-score") from error
-    scorer = RougeScorer(["rougeL"])
-    return lambda text, reference: float(scorer.score(reference, text)["rougeL"].fmeasure)
+@cache
+def _rouge() -> Any:
+    return library("rouge_score.rouge_scorer", "rouge_l", "rouge-score").RougeScorer(["rougeL"])
+
+
+def _rouge_l(text: str, reference: str) -> float:
+    return float(_rouge().score(reference, text)["rougeL"].fmeasure)
 
 
 def _errors(process: str, clean: Callable[[str], str], answers: Answers) -> np.ndarray:
     """``[examples, 2]``: wrong, missing and superfluous words or characters of cleaned texts, and those of the reference."""
-    try:
-        import jiwer
-    except ImportError as error:
-        raise library_missing("An error rate", "jiwer") from error
-    rows = []
+    count, rows = getattr(library("jiwer", "An error rate", "jiwer"), process), []
     for text, reference in zip(answers.predictions, answers.references, strict=True):
         if not isinstance(reference, str):
             raise ValueError("an example has several references")
-        edits = getattr(jiwer, process)(clean(reference), clean(text))
+        edits = count(clean(reference), clean(text))
         changed = edits.substitutions + edits.deletions
         rows.append([changed + edits.insertions, changed + edits.hits])
     return np.array(rows, dtype=float)
@@ -101,28 +92,24 @@ def _sacrebleu(kind: str) -> Metric:
     """BLEU or chrF of a corpus, from 0 to 100, by sacrebleu's own statistics of each sentence."""
 
     @cache
-    def library() -> Any:
-        try:
-            from sacrebleu import metrics
-        except ImportError as error:
-            raise library_missing(kind.lower(), "sacrebleu") from error
-        return getattr(metrics, kind)()
+    def metric() -> Any:
+        return getattr(library("sacrebleu.metrics", kind.lower(), "sacrebleu"), kind)()
 
     def sums(answers: Answers) -> np.ndarray:
         references = [_listed(reference) for reference in answers.references]
         most = max(map(len, references))
         streams = [[each[min(i, len(each) - 1)] for each in references] for i in range(most)]
-        return np.array(library()._extract_corpus_statistics(list(answers.predictions), streams), dtype=float)
+        return np.array(metric()._extract_corpus_statistics(list(answers.predictions), streams), dtype=float)
 
     def of(total: np.ndarray) -> float:
-        return float(library()._aggregate_and_compute([total.tolist()]).score)
+        return float(metric()._aggregate_and_compute([total.tolist()]).score)
 
     return Metric(kind.lower(), (TEXTS,), width=100.0, percent=False, chance=0.0, **by_sums(sums, of))
 
 
 METRICS = [
-    _mean_of("exact_match", lambda: _exact),
-    _mean_of("squad_f1", lambda: _words_f1),
+    _mean_of("exact_match", _exact),
+    _mean_of("squad_f1", _words_f1),
     _mean_of("rouge_l", _rouge_l),
     _error_rate("wer", "process_words"),
     _error_rate("wer_normalised", "process_words", _basic),

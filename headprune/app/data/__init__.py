@@ -324,10 +324,9 @@ def _encode(
     elif not all("labels" in feature for feature in features):  # labels are optional, and some are missing: use none
         for feature in features:
             feature.pop("labels", None)
-    size = encoder.options.batch_size
     part = Part(
-        name, split, kept, examples, encoder.collate, size, tuple(inputs), shortened, dict(left_out), dict(encoder.columns),
-        lambda example: data[kept[example]],
+        name, split, kept, examples, encoder.collate, encoder.options.batch_size, tuple(inputs), shortened, dict(left_out),
+        dict(encoder.columns), lambda example: data[kept[example]],
     )  # fmt: skip
     if not kept:
         cut = f" {encoder.cut_note}." if encoder.cut else ""

@@ -22,7 +22,7 @@ from headprune.amounts import code
 from headprune.app import pictures
 from headprune.app.documents import BudgetResult, FinetuneRecord, Metrics, Run
 from headprune.app.report import content, heads, measured, numbers, page, verdict
-from headprune.app.report.content import Block, Documents, Figure, Section, Table, blocks_of, markdown
+from headprune.app.report.content import Block, Documents, Figure, Section, Table, block_of, markdown
 from headprune.app.runs import RunFolder
 from headprune.errors import HeadPruneError
 from headprune.files import write_file
@@ -132,9 +132,9 @@ def sections_of(template: str, **values: Any) -> tuple[list[Section], list[Figur
         sections.append(Section(title, _tidy(text), summary, _tidy(folded)))
         return ""
 
-    def show(*blocks: Block) -> content.Markdown:
+    def show(*blocks: Block) -> content.Markdown:  # one below the other
         figures.extend(block for block in blocks if isinstance(block, Figure))
-        return blocks_of(blocks)
+        return content.Markdown("\n\n".join(map(block_of, blocks)))
 
     _template(template).render(ROOMS, **values, section=section, show=show)
     return sections, figures

@@ -125,11 +125,6 @@ def markdown(sections: Sequence[Section], note: str = "") -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def blocks_of(blocks: Iterable[Block]) -> Markdown:
-    """Blocks as Markdown, one below the other."""
-    return Markdown("\n\n".join(map(block_of, blocks)))
-
-
 def block_of(block: Block) -> str:
     """A block as Markdown."""
     match block:

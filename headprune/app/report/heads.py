@@ -97,14 +97,14 @@ def removed(run: Run, metrics: Metrics) -> list[Block]:
         gone = [", ".join(f"H{h}" for h in b.drop.get(layer.name, ())) for b in budgets]
         if any(gone):
             layers.append((f"L{layer.index} ({amounts.code(layer.name)})", *(heads or "–" for heads in gone)))
-    folders = []
+    folders, notes = [], []
     for b in budgets:
         by = ", ".join(dict.fromkeys(filter(None, [b.method, b.strategy]))) or amounts.code(metrics.planning.plan)
         size, loads = amounts.size(b.size, 3) if b.size else "", amounts.code(b.loads) if b.loads else ""
         folders.append((str(b.kept), by, amounts.code(f"{b.checkpoint}/"), size, loads))
-    emptied = "These layers lost all their heads, but keep one head (or group) with zero output for the cache: "
-    ghosts = [[f"{emptied}{', '.join(map(amounts.code, b.proof.ghosts))}."] * bool(b.proof.ghosts) for b in budgets]
-    notes = [(b.kept, [*empty, *b.notes]) for b, empty in zip(budgets, ghosts, strict=True)]
+        emptied = "These layers lost all their heads, but keep one head (or group) with zero output for the cache: "
+        ghosts = f"{emptied}{', '.join(map(amounts.code, b.proof.ghosts))}."
+        notes.append((b.kept, [ghosts, *b.notes] if b.proof.ghosts else b.notes))
     return [
         Table(("layer", *(f"removed to keep {b.kept}" for b in budgets)), layers),
         Table(("heads kept", "chosen by", "saved in", "size in all", "loads with"), folders),

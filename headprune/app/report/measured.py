@@ -190,16 +190,10 @@ def metrics_table(metrics: Metrics) -> Table:
 
 def answers_table(budget: BudgetResult, metric: str) -> Table:
     """The answers in texts that changed most, dense and pruned side by side."""
-    rows = [
-        (
-            str(a.row),
-            " / ".join(a.reference),
-            a.dense,
-            a.pruned,
-            *(numbers.value(v, metric) for v in (a.before, a.after)),
-        )
-        for a in budget.answers
-    ]
+    rows = []
+    for a in budget.answers:
+        values = (numbers.value(v, metric) for v in (a.before, a.after))
+        rows.append((str(a.row), " / ".join(a.reference), a.dense, a.pruned, *values))
     return Table(("row", "reference", "dense", "pruned", f"{metric}: dense", "pruned"), rows)
 
 

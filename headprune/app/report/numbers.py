@@ -27,14 +27,9 @@ def value(number: float, metric: str) -> str:
 def change(paired: Change, metric: str) -> str:
     """A change with its interval: relative for perplexity, in points for metrics in per cent."""
     kind, values = metric_named(metric), (paired.value, paired.low, paired.high)
-    if kind.relative:
-        point, low, high = (f"{each:+.1%}" for each in values)
-    elif kind.percent:
-        point, low, high = (f"{100 * each:+.2f}" for each in values)
-        point = f"{point} points"
-    else:
-        point, low, high = (f"{each:+.3g}" for each in values)
-    return f"{point} ({low} to {high})"
+    form = "{:+.1%}" if kind.relative else "{:+.2f}" if kind.percent else "{:+.3g}"
+    point, low, high = (form.format(100 * each if kind.percent else each) for each in values)
+    return f"{point}{' points' * kind.percent} ({low} to {high})"
 
 
 def difference(number: float, metric: str, sign: str = "") -> str:
