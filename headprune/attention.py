@@ -261,11 +261,11 @@ def layer_named(text: str, layers: Layers) -> AttentionLayer:
     for layer in layers:
         if text in (layer.name, f"L{layer.index}"):
             return layer
+    message = f"There is no attention layer named {text!r} in this model."
     if not layers:
-        raise HeadPruneError(f"There is no attention layer named {text!r} in this model.", "It has none.")
+        raise HeadPruneError(message, "It has none.")
     first, last = layers[0].index, layers[-1].index
     addresses = f"layers L{first} to L{last}" if last > first else f"one layer, L{first}"
-    message = f"There is no attention layer named {text!r} in this model."
     raise HeadPruneError(message, f"This model has {addresses} (`headprune inspect` lists them).")
 
 

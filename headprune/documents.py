@@ -73,11 +73,9 @@ class File:
         data = read_json(path, cls.kind)
         try:
             return from_json(cls, data)
-        except HeadPruneError as error:
-            problem = str(error.args[0]).rstrip(".")
         except (TypeError, ValueError, OverflowError) as error:
-            problem = first_line(error)
-        raise HeadPruneError(f"{path} is damaged, or of another version: {problem}.", "Make it again.") from None
+            message = f"{path} is damaged, or of another version: {first_line(error)}."
+            raise HeadPruneError(message, "Make it again.") from None
 
     def to_json(self) -> dict[str, Any]:
         """The document as plain values."""

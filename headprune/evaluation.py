@@ -166,20 +166,18 @@ def evaluate(
         starts = accumulate(map(losses.rows.size, prepared), initial=0)
         tasks = [partial(outcome_of, batch, first) for batch, first in zip(prepared, starts, strict=False)]
         outcomes = current().share("evaluating", tasks, [cost_of(batch) for batch in prepared], progress)
-    measurement, read, written = _measurement(outcomes, losses)
+    measurement, read = _measurement(outcomes, losses)
     for name in {metric_of(metric).name for metric in metrics} & LOSSES.keys() - measurement.metrics.keys():
         raise _not_given(model, name)
     answers = _answers(model, losses.use.convention, *read) if asked else Answers("", (), ())
     for metric in asked:
-        measured = metric.measure(_in_texts(written, texts) if texts and metric.takes_texts else answers)
+        measured = metric.measure(_in_texts(measurement.texts, texts) if texts and metric.takes_texts else answers)
         measurement.metrics[metric.name], measurement.jackknife[metric.name] = measured
     return measurement
 
 
-def _measurement(
-    outcomes: Sequence[tuple[Any, ...]], losses: ExampleLoss
-) -> tuple[Measurement, list[list[Tensor]], list[str]]:
-    """What is measured unasked; each example's predictions, labels and scores; and its text, if any."""
+def _measurement(outcomes: Sequence[tuple[Any, ...]], losses: ExampleLoss) -> tuple[Measurement, list[list[Tensor]]]:
+    """What is measured unasked; and each example's predictions, labels and scores."""
     losses_of, tokens_of, *lists = zip(*outcomes, strict=True)
     *read, written = ([value for batch in each for value in batch] for each in lists)
     loss, tokens, (guesses, truths, _) = torch.cat(losses_of).numpy(), torch.cat(tokens_of).numpy(), read
@@ -188,10 +186,19 @@ def _measurement(
         message = f"The loss of example {bad} (in the order given) is {loss[bad]}."
         raise HeadPruneError(message, "Check its label and text, or use --dtype float32.")
     pairs = zip(guesses, truths, strict=True) if guesses else ()
-    correct = [(p == t).sum().item() for p, t in pairs] or [float("nan")] * len(loss)
-    measurement = Measurement({}, loss, np.asarray(correct, dtype=np.float64), tokens, texts=tuple(written))
-    measurement.metrics.update(_metrics(measurement, guesses, truths, losses))
-    return measurement, read, written
+    right = [(p == t).sum().item() for p, t in pairs] or [float("nan")] * len(loss)
+    correct, labels = np.asarray(right, dtype=np.float64), max(float(tokens.sum()), 1)
+    metrics = {"loss": float((loss * tokens).sum() / labels)}
+    if guesses:
+        metrics["accuracy"] = float(correct.sum() / labels)
+        truth, guess = torch.cat(truths).numpy(), torch.cat(guesses).numpy()
+        if losses.use.classifies and len(np.unique(truth)) <= 100:
+            from sklearn.metrics import f1_score
+
+            metrics["f1_macro"] = float(f1_score(truth, guess, average="macro", zero_division=0))
+    if "perplexity" in losses.use.metrics:
+        metrics["perplexity"] = value_of("perplexity", metrics["loss"], 1)
+    return Measurement(metrics, loss, correct, tokens, texts=tuple(written)), read
 
 
 def _in_texts(written: Sequence[str], texts: Texts) -> Answers:
@@ -264,19 +271,18 @@ def interval(measurement: Measurement, metric: str) -> tuple[float, float]:
         HeadPruneError: There is no such metric, or it is not known for this model.
     """
     if known := measurement.jackknife.get(metric):
-        value = measurement.metrics[metric]
-        moves = known.deviations
-        half = _Parts(value, moves, len(moves)).half_width(0.0 if moves.any() else known.width)
+        value, moves = measurement.metrics[metric], known.deviations
+        half = _half_width(moves, len(moves), 0.0 if moves.any() else known.width)
         lowest, highest = known.bounds
         return max(value - half, lowest), min(value + half, highest)
-    parts = _Parts.of(measurement.per_example(metric), measurement.tokens)
+    mean, residuals, labels = _mean(measurement.per_example(metric), measurement.tokens)
     if metric == "accuracy":
-        share, own = parts.mean, float((parts.residuals**2).sum())
+        own = float((residuals**2).sum())
         # Nothing varies: all labels of an example may belong together.
-        size = share * (1 - share) * parts.tokens**2 / own if own > 0 else float(parts.examples)
-        return wilson(share, max(size, 1.0))
-    half = parts.half_width(abs(parts.mean * parts.tokens) if parts.examples == 1 else 0.0)
-    low, high = parts.mean - half, parts.mean + half
+        size = mean * (1 - mean) * labels**2 / own if own > 0 else float(len(residuals))
+        return wilson(mean, max(size, 1.0))
+    half = _half_width(residuals, labels, abs(mean * labels) if len(residuals) == 1 else 0.0)
+    low, high = mean - half, mean + half
     low = max(low, 0.0) if (measurement.loss >= 0).all() else low
     return value_of(metric, low, 1), value_of(metric, high, 1)
 
@@ -306,21 +312,21 @@ def compare(dense: Measurement, pruned: Measurement, metric: str | None = None) 
     before, after = dense.jackknife.get(metric), pruned.jackknife.get(metric)
     if before and after:
         effects = replace(after, without=after.without - before.without).deviations
-        parts = _Parts(pruned.metrics[metric] - dense.metrics[metric], effects, len(effects))
+        value, residuals, labels = pruned.metrics[metric] - dense.metrics[metric], effects, float(len(effects))
         least = max(before.width, float(np.ptp(before.deviations))) if before.width and not effects.any() else 0.0
         higher = before.higher
     else:
         effects = pruned.per_example(metric) - dense.per_example(metric)
-        parts = _Parts.of(effects, dense.tokens)
-        least = 1.0 if metric == "accuracy" else abs(parts.mean * parts.tokens) if parts.examples == 1 else 0.0
+        value, residuals, labels = _mean(effects, dense.tokens)
+        least = 1.0 if metric == "accuracy" else abs(value * labels) if len(residuals) == 1 else 0.0
         higher = LOSSES[metric].higher
-    half = parts.half_width(least)
-    value, low, high = parts.mean, parts.mean - half, parts.mean + half
+    half = _half_width(residuals, labels, least)
+    p = p_value(value, half / quantile(len(residuals)), len(residuals))
+    low, high = value - half, value + half
     if metric == "perplexity":
         value, low, high = (math.expm1(min(v, _MOST)) for v in (value, low, high))
     elif metric == "accuracy":
         low, high = max(low, -1.0), min(high, 1.0)
-    p = p_value(parts.mean, half / quantile(parts.examples), parts.examples)
     verdict = verdict_of(low, high, higher)
     return Change(metric, value, low, high, p, verdict, len(dense), float(carried_by(effects)))
 
@@ -332,50 +338,16 @@ def verdict_of(low: float, high: float, higher: bool) -> str:
     return "no measurable change"
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A mean per label over examples.
-
-    Attributes:
-        mean: ``sum_i x_i / sum_i t_i``.
-        residuals: ``x_i - mean t_i`` of every example with labels.
-        tokens: All labels.
-    """
-
-    mean: float
-    residuals: np.ndarray
-    tokens: float
-
-    @classmethod
-    def of(cls, numerators: np.ndarray, tokens: np.ndarray) -> _Parts:
-        has = tokens > 0
-        total = float(max(tokens.sum(), 1))
-        mean = float(numerators[has].sum()) / total
-        return cls(mean, numerators[has] - mean * tokens[has], total)
-
-    @property
-    def examples(self) -> int:
-        return len(self.residuals)
-
-    def half_width(self, least: float) -> float:
-        """Half the width of the mean's 95 % interval; ``least`` as in `headprune.uncertainty.spread`."""
-        if not self.examples:
-            return 0.0
-        return quantile(self.examples) * float(spread(self.residuals, least)) / self.tokens
+def _mean(numerators: np.ndarray, tokens: np.ndarray) -> tuple[float, np.ndarray, float]:
+    """The mean per label, ``m = sum_i x_i / sum_i t_i``; ``x_i - m t_i`` of every example with labels; and how many labels."""
+    has = tokens > 0
+    labels = float(max(tokens.sum(), 1))
+    mean = float(numerators[has].sum()) / labels
+    return mean, numerators[has] - mean * tokens[has], labels
 
 
-def _metrics(
-    measurement: Measurement, guesses: list[Tensor], truths: list[Tensor], losses: ExampleLoss
-) -> dict[str, float]:
-    tokens = float(measurement.tokens.sum())
-    metrics = {"loss": float((measurement.loss * measurement.tokens).sum() / max(tokens, 1))}
-    if guesses:
-        metrics["accuracy"] = float(measurement.correct.sum() / max(tokens, 1))
-        truth, guess = torch.cat(truths).numpy(), torch.cat(guesses).numpy()
-        if losses.use.classifies and len(np.unique(truth)) <= 100:
-            from sklearn.metrics import f1_score
-
-            metrics["f1_macro"] = float(f1_score(truth, guess, average="macro", zero_division=0))
-    if "perplexity" in losses.use.metrics:
-        metrics["perplexity"] = value_of("perplexity", metrics["loss"], 1)
-    return metrics
+def _half_width(residuals: np.ndarray, labels: float, least: float) -> float:
+    """Half the width of a mean's 95 % interval, from `_mean`; ``least`` as in `headprune.uncertainty.spread`."""
+    if not len(residuals):
+        return 0.0
+    return quantile(len(residuals)) * float(spread(residuals, least)) / labels

@@ -8,7 +8,8 @@ hooks, so fused attention kernels stay in use and the model's weights are never 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,20 +52,18 @@ def gated(
             layer = by_name[name]
             if layer.mask_point is None:
                 raise HeadPruneError(f"Layer {name} cannot be masked: {layer.reason}.")
-            change = _Gate(layer, layer.mask_point, gate, (fill or {}).get(name))
+            change = _scaling(layer, layer.mask_point, gate, (fill or {}).get(name))
             stack.callback(hook_heads(model, layer, layer.mask_point.module, change))
         yield
 
 
-@contextmanager
-def mask(model: nn.Module, heads: Mapping[str, Sequence[int]], *, layers: Layers) -> Iterator[None]:
+def mask(model: nn.Module, heads: Mapping[str, Sequence[int]], *, layers: Layers) -> AbstractContextManager[None]:
     """Gates of 0 for ``{layer_name: [head, ...]}`` while the context lasts. `headprune.mask` traces the model first.
 
     Raises:
         HeadPruneError: An unknown layer or head, or a layer that cannot be masked.
     """
-    with gated(model, layers, zero_gates(check_heads(heads, layers), layers)):
-        yield
+    return gated(model, layers, zero_gates(check_heads(heads, layers), layers))
 
 
 def zero_gates(heads: Mapping[str, Sequence[int]], layers: Layers) -> dict[str, Tensor]:
@@ -127,45 +126,51 @@ def module_of(model: nn.Module, name: str) -> nn.Module:
         raise HeadPruneError(message, "Call find_attention again.") from None
 
 
-class _Gate:
-    """Multiplies the heads' output of one layer by gates."""
+def check_width(layer: AttentionLayer, place: HeadFeatures, width: int) -> None:
+    """Refuse a layer whose W_O (or gate) has fewer inputs than when it was traced.
 
-    def __init__(self, layer: AttentionLayer, place: HeadFeatures, gate: Tensor, fill: Fill | None) -> None:
-        self.name, self.features, self.dim = layer.name, place.features, place.dim
-        self.gate, self.fill = gate, fill
-        self.owner: Tensor | None = None
+    Raises:
+        HeadPruneError: It has.
+    """
+    if max(map(max, place.features)) >= width:
+        message = f"Layer {layer.name} is not as it was traced: W_O has only {width} inputs."
+        raise HeadPruneError(message, "The model was pruned since; call find_attention again.")
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+
+def _scaling(
+    layer: AttentionLayer, place: HeadFeatures, gates: Tensor, fill: Fill | None
+) -> Callable[[Tensor], Tensor]:
+    """A function that multiplies the heads' output of one layer by gates, ``[num_heads]`` or ``[batch, num_heads]``."""
+
+    @cache
+    def owners(width: int, device: torch.device) -> Tensor:
+        """The head of each input feature of W_O. Features of no head get the constant gate 1 after the heads' gates."""
+        check_width(layer, place, width)
+        owner = torch.full((width,), len(place.features), dtype=torch.long)
+        for head, columns in enumerate(place.features):
+            owner[list(columns)] = head
+        return owner.to(device)
+
+    def scaled(hidden: Tensor) -> Tensor:
         """``hidden`` with the heads' features times their gates.
 
         Half precision is computed in float32: then a gate is not rounded, and neither is its derivative, a sum over tokens
         and features. A gate of 1 leaves ``hidden`` exactly as it is.
         """
-        hidden = hidden.movedim(self.dim, -1)
-        gate = self.gate.to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
+        hidden = hidden.movedim(place.dim, -1)
+        gate = gates.to(hidden.device, torch.promote_types(hidden.dtype, torch.float32))
         gate = torch.cat([gate, gate.new_ones(*gate.shape[:-1], 1)], dim=-1)
-        factor = gate[..., self._owner_of(hidden)]  # [features] or [batch, features]
+        factor = gate[..., owners(hidden.shape[-1], hidden.device)]  # [features] or [batch, features]
         if gate.ndim > 1:
             rows, examples = hidden.shape[0], gate.shape[0]
             if rows % examples:
-                raise RowsError(f"Layer {self.name}: {rows} rows cannot be told apart as {examples} examples.")
+                raise RowsError(f"Layer {layer.name}: {rows} rows cannot be told apart as {examples} examples.")
             if rows != examples:  # tokens or windows of every example: rows of one example stay together
                 factor = factor.repeat_interleave(rows // examples, dim=0)
             factor = factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1])
-        scaled = hidden.to(factor.dtype) * factor
-        if self.fill is not None:
-            fill = self.fill(hidden.to(factor.dtype), len(gate) if gate.ndim > 1 else 0)
-            scaled = scaled + fill * (1 - factor)
-        return scaled.to(hidden.dtype).movedim(-1, self.dim)
+        result = hidden.to(factor.dtype) * factor
+        if fill is not None:
+            result = result + fill(hidden.to(factor.dtype), len(gate) if gate.ndim > 1 else 0) * (1 - factor)
+        return result.to(hidden.dtype).movedim(-1, place.dim)
 
-    def _owner_of(self, hidden: Tensor) -> Tensor:
-        """The head of each input feature of W_O. Features of no head get the constant gate 1 after the heads' gates."""
-        if self.owner is None or self.owner.device != hidden.device:
-            if max(map(max, self.features)) >= hidden.shape[-1]:
-                message = f"Layer {self.name} is not as it was traced: W_O has only {hidden.shape[-1]} inputs."
-                raise HeadPruneError(message, "The model was pruned since; call find_attention again.")
-            owner = torch.full((hidden.shape[-1],), len(self.features), dtype=torch.long)
-            for head, columns in enumerate(self.features):
-                owner[list(columns)] = head
-            self.owner = owner.to(hidden.device)
-        return self.owner
+    return scaled

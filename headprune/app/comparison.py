@@ -9,7 +9,7 @@ from typing import Any
 
 from scipy.stats import norm
 
-from headprune.app.documents import BudgetResult, Dense, Measured, Metrics, ReportValues, Run
+from headprune.app.documents import Measured, Metrics, ReportValues, Run
 from headprune.app.report.verdict import headline_row
 from headprune.app.runs import RunFolder
 from headprune.documents import Count, to_json
@@ -86,12 +86,10 @@ def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
         raise HeadPruneError(message, "`headprune evaluate MODEL MODEL -d DATA --metric NAME` measures both by one.")
     notes: list[str] = []
     values, pairs = _values(first, second, metrics.metric, notes), []
-    for a, b in _matched(run, metrics, other_run, other):
-        names = [model.checkpoint if isinstance(model, BudgetResult) else "dense" for model in (a, b)]
-        change = _paired(values, names, metrics.metric, notes)
-        independent = _independent(_measured(a), _measured(b), metrics.metric)
-        pair = ComparedPair(first=names[0], second=names[1], paired=change is not None, change=change or independent)
-        pairs.append(pair)
+    for (name, a), (other_name, b) in _matched(run, metrics, other_run, other):
+        paired = _paired(values, name, other_name, metrics.metric, notes)
+        change = paired or _independent(a, b, metrics.metric)
+        pairs.append(ComparedPair(first=name, second=other_name, paired=paired is not None, change=change))
     machines = {(m.environment or r.environment).device_name for r, m in opened}
     if len(machines) > 1:
         notes.append(f"Times are from different machines: {' and '.join(sorted(machines))}.")
@@ -137,28 +135,29 @@ def _values(
     return a, b
 
 
-def _matched(run: Run, metrics: Metrics, other_run: Run, other: Metrics) -> Iterator[tuple[Any, Any]]:
+Named = tuple[str, Measured]
+"""A model's name and metrics."""
+
+
+def _matched(run: Run, metrics: Metrics, other_run: Run, other: Metrics) -> Iterator[tuple[Named, Named]]:
     """Models to compare: the dense ones, if they are not the same; those with as many heads; if there are none, by size."""
     if run.model.fingerprint != other_run.model.fingerprint:
-        yield metrics.dense, other.dense
+        yield ("dense", metrics.dense), ("dense", other.dense)
     alike = [(a, b) for a in metrics.budgets for b in other.budgets if a.kept == b.kept]
     by_size = [sorted(m.budgets, key=lambda budget: -budget.kept) for m in (metrics, other)]
-    yield from alike or zip(*by_size, strict=False)
-
-
-def _measured(model: Dense | BudgetResult) -> Measured:
-    return model.pruned if isinstance(model, BudgetResult) else model
+    for a, b in alike or zip(*by_size, strict=False):
+        yield (a.checkpoint, a.pruned), (b.checkpoint, b.pruned)
 
 
 def _paired(
-    values: tuple[ReportValues, ReportValues] | None, names: Sequence[str], metric: str, notes: list[str]
+    values: tuple[ReportValues, ReportValues] | None, name: str, other_name: str, metric: str, notes: list[str]
 ) -> Change | None:
     """The change paired by example; None, with a note, where this is not possible."""
     if values is None:
         return None
     try:
         here, there = values[0].common(values[1])
-        return compare(values[0].some(names[0], here), values[1].some(names[1], there), metric)
+        return compare(values[0].some(name, here), values[1].some(other_name, there), metric)
     except (HeadPruneError, KeyError) as error:
         notes.append(f"{error.args[0]} {_INDEPENDENT[:1].upper()}{_INDEPENDENT[1:]}")
         return None
@@ -182,12 +181,10 @@ def _independent(a: Measured, b: Measured, metric: str) -> Change:
 
 def _models(folder: RunFolder, run: Run, metrics: Metrics) -> Iterator[ComparedModel]:
     """The dense model of a run, and the pruned ones, largest first."""
-    row, dense, path = headline_row(metrics.latency), metrics.dense, str(folder.path)
-    measured = Measured(metrics=dense.metrics, low=dense.low, high=dense.high, examples=dense.examples)
-    common: dict[str, Any] = {"run": path, "batch": row.batch, "length": row.length}
+    row, dense = headline_row(metrics.latency), metrics.dense
+    common: dict[str, Any] = {"run": str(folder.path), "batch": row.batch, "length": row.length}
     yield ComparedModel(
-        name="dense", kept=metrics.budgets[0].total, measured=measured, parameters=dense.parameters, weights=dense.weights,
-        **common,
+        name="dense", kept=metrics.budgets[0].total, measured=dense, parameters=dense.parameters, weights=dense.weights, **common
     )  # fmt: skip
     for b in sorted(metrics.budgets, key=lambda budget: -budget.kept):
         yield ComparedModel(
@@ -212,7 +209,7 @@ def _options(run: Run, metrics: Metrics) -> Iterator[tuple[str, str]]:
     yield "strategy", planning.strategy
     yield "protect", planning.protect
     yield "min_heads_per_layer", str(planning.min_heads_per_layer)
-    yield "effort", to_json(planning.effort).get("name", "") if planning.effort else ""
+    yield "effort", planning.effort.name if planning.effort else ""
     yield "budgets", ", ".join(b.budget.asked if b.budget else f"keep {b.asked}" for b in metrics.budgets)
     yield "repair", "yes" if any(b.repair for b in metrics.budgets) else "no"
     yield "finetune", ", ".join(f"{b.finetune.options.epochs:g}" for b in metrics.budgets if b.finetune)

@@ -13,7 +13,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,13 +125,13 @@ def run_tasks(
     """A model's metrics by the harness, with its own seeds.
 
     Args:
+        loaded: One that `check_model` accepts.
         tasks: From `load_tasks`.
         limit: Documents of each task, at most.
 
     Raises:
-        HeadPruneError: The model is for something else, or the harness fails.
+        HeadPruneError: The harness fails.
     """
-    check_model(loaded)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
@@ -292,11 +292,8 @@ def _quiet(progress: Progress) -> Iterator[None]:
         (m, "tqdm", Bar) for m in modules if isinstance(getattr(m, "tqdm", None), type)
     ]
     changes += [(evaluator, name, lambda *_: None) for name in ("get_git_commit_hash", "add_env_info")]
-    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-    try:
-        for change in changes:
-            setattr(*change)
+    with ExitStack() as stack:
+        for module, name, stand_in in changes:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, stand_in)
         yield
-    finally:
-        for change in before:
-            setattr(*change)

@@ -105,31 +105,26 @@ def _check(sources: Sequence[str], data: DataOptions, loading: LoadOptions, task
 
 
 @dataclass(frozen=True)
-class _Kept(Part):
-    """A part with its batches made: the first model's, whose weights its own way to make them would keep in memory."""
-
-    made: tuple[Any, ...] = ()
-
-    def batches(self, batch_size: int | None = None) -> Iterator[Any]:
-        return iter(self.made)
-
-    @classmethod
-    def of(cls, part: Part) -> _Kept:
-        return cls(**{**_fields(part), "collate": lambda _: {}}, made=tuple(part.batches()))
-
-
-@dataclass(frozen=True)
 class _Ordered(Part):
-    """A part that is measured in another order than by the lengths of its own examples: another tokenizer's are others."""
+    """A part in the first model's order: by the lengths of another tokenizer's examples it would be another.
+
+    Attributes:
+        made: The first model's batches; its own way to make them would keep its weights in memory.
+    """
 
     places: tuple[int, ...] = ()
+    made: tuple[Any, ...] = ()
 
     def order(self) -> list[int]:
         return list(self.places)
 
+    def batches(self, batch_size: int | None = None) -> Iterator[Any]:
+        return iter(self.made) if self.made else super().batches(batch_size)
 
-def _fields(part: Part) -> dict[str, Any]:
-    return {each.name: getattr(part, each.name) for each in fields(Part)}
+
+def _ordered(part: Part, places: Sequence[int], **changed: Any) -> _Ordered:
+    own = {each.name: getattr(part, each.name) for each in fields(Part)}
+    return _Ordered(**{**own, **changed}, places=tuple(places))
 
 
 def _difference(part: Part, first: Part, per_token: bool) -> str:
@@ -165,12 +160,12 @@ class _OfData:
             self._say([*parts.notes, *_seen(source, loaded, parts, self.data)], console)
             if first is not None:
                 why = _difference(part, first[0], measures.own == "perplexity")
-                part = _Ordered(**_fields(part), places=tuple(first[0].order())) if part.rows == first[0].rows else part
+                part = _ordered(part, first[0].order()) if part.rows == first[0].rows else part
         with console.track(f"measuring {source}") as progress, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "headprune: EngineModel takes no")  # a file may leave inputs out
             measurement = measures.evaluate(loaded.model, part, progress)
         if first is None:
-            self.first = _Kept.of(part), measurement
+            self.first = _ordered(part, part.order(), collate=None, made=tuple(part.batches())), measurement
         compared = first[1] if first and not why else None
         asked = [*measures.further, measures.own, "accuracy", "loss"]
         names = [name for name in measurement.metrics if name in asked]
@@ -203,10 +198,10 @@ def _seen(source: str, loaded: LoadedModel, parts: DataParts, data: DataOptions)
         run = run_of(Path(resolved(source)))
     except HeadPruneError:  # the folder around may hold a run.json of something else
         return []
-    before = None if run is None else run.options.data
-    if run is None or before is None or (before.dataset, before.subset) != (data.dataset, data.subset):
+    if run is None:
         return []
-    if run.parts.same(Cut.of(parts)):
+    before = run.options.data
+    if (before.dataset, before.subset) != (data.dataset, data.subset) or run.parts.same(Cut.of(parts)):
         return []
     seen = seen_before(parts, load_parts(before, loaded), True)
     used = f"{seen:,} of the {len(parts.report):,} examples were used to score or choose the heads of {source}"

@@ -14,9 +14,9 @@ from headprune.errors import HeadPruneError, registered
 
 MAX_SEED = 2**31 - 1  # NumPy takes no more than 2**32 - 1, and some draws add to it
 
-_data, _model, _training, _tasks = (
+_data, _metric, _model, _training, _tasks = (
     partial(typer.Option, rich_help_panel=panel)
-    for panel in ("Data", "Model", "Training", "Tasks of lm-evaluation-harness")
+    for panel in ("Data", "Metrics", "Model", "Training", "Tasks of lm-evaluation-harness")
 )
 
 TaskName = Annotated[str | None, _model(help="What the model is for [read from its config].")]
@@ -82,9 +82,6 @@ class DataOptions:
             raise HeadPruneError(f"--text-column {self.text_column} names more than two columns.", "Name one or two.")
         for dataset in (self.dataset, *self.also):
             check_local(dataset)
-
-
-_metric = partial(typer.Option, rich_help_panel="Metrics")
 
 
 @dataclass(frozen=True)
@@ -198,7 +195,7 @@ class LoadOptions:
 
         if self.task is not None:
             registered(TASKS, "task", self.task)
-        if placing_of(self.device_map, self.device_memory) and self.device != "auto":
+        if placing_of(self) and self.device != "auto":
             raise HeadPruneError("--device and --device-map both say where the model goes.", "Give one of them.")
 
 

@@ -136,9 +136,8 @@ class HeadArguments(HookData):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadArguments:
-        features = [tuple(map(tuple, a.get("features", ()))) for a in data["arguments"]]
-        arguments = (HeadArgument(**{**a, "features": f}) for a, f in zip(data["arguments"], features, strict=True))
-        return cls(tuple(arguments), data["num_heads"], from_ranges(data["kept"]))
+        each = (HeadArgument(**a | {"features": tuple(map(tuple, a.get("features", ())))}) for a in data["arguments"])
+        return cls(tuple(each), data["num_heads"], from_ranges(data["kept"]))
 
 
 @dataclass(frozen=True)

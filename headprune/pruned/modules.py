@@ -40,6 +40,11 @@ class _Shadow(nn.Module):
             self.add_module(name, _Shadow(tensors))
 
 
+def _shadow(module: nn.Module) -> _Shadow:
+    """The `_Shadow` of a module's parameters, but for its own bias, which stays."""
+    return _Shadow({name: tensor for name, tensor in module.named_parameters() if name != "bias"})
+
+
 class EmptyAttention(nn.Module):
     """An attention layer without heads: it returns the bias of W_O for every token (`emptied` makes it).
 
@@ -91,7 +96,7 @@ def emptied(attention: nn.Module, width: int, bias: Tensor | None, arity: int) -
         bias: W_O's bias, ``[width]``, or None.
         arity: Length of the returned tuple; 0 returns the tensor alone.
     """
-    shadow = _Shadow({name: tensor for name, tensor in attention.named_parameters() if name != "bias"})
+    shadow = _shadow(attention)
     new: nn.Module = _new_empty(type(attention))
     own = {k: v for k, v in vars(attention).items() if k not in _OF_ACCELERATE or "_hf_hook" not in vars(attention)}
     new.__dict__ = {k: v.copy() if isinstance(v, dict) else v for k, v in own.items()}
@@ -106,21 +111,15 @@ def emptied(attention: nn.Module, width: int, bias: Tensor | None, arity: int) -
 
 
 class OnlyBias(nn.Module):
-    """An output projection without input features: it returns its bias for every token."""
+    """An output projection (``nn.Linear`` or transformers' ``Conv1D``) without input features: it returns its bias for every token."""
 
-    def __init__(self, width: int, bias: Tensor | None, gone: Mapping[str, Tensor]) -> None:
+    def __init__(self, projection: nn.Module, bias: Tensor | None) -> None:
         super().__init__()
-        self.width, self.in_features, self.out_features = width, 0, width
-        self._buffers.update(_Shadow({name: tensor for name, tensor in gone.items() if name != "bias"})._buffers)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad)
-
-    @classmethod
-    def of(cls, projection: nn.Module, bias: Tensor | None) -> OnlyBias:
-        """The replacement of an ``nn.Linear`` or transformers' ``Conv1D``."""
-        weight = projection.weight
-        assert isinstance(weight, Tensor)
+        weight: Any = projection.weight
         width = weight.shape[0] if isinstance(projection, nn.Linear) else weight.shape[1]
-        return cls(width, bias, dict(projection.named_parameters()))
+        self.width, self.in_features, self.out_features = width, 0, width
+        self._buffers.update(_shadow(projection)._buffers)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), bias.requires_grad)
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_zeros((*x.shape[:-1], self.width))

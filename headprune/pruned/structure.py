@@ -107,7 +107,7 @@ def restructure(model: nn.Module, structure: Mapping[str, Any]) -> None:
         if empty := entry.get("empty") or entry.get("only_bias"):
             bias = _new(next(module.parameters()), [empty["width"]]) if empty["bias"] else None
             arity = empty.get("arity")
-            new = OnlyBias.of(module, bias) if arity is None else emptied(module, empty["width"], bias, arity)
+            new = OnlyBias(module, bias) if arity is None else emptied(module, empty["width"], bias, arity)
             set_module(model, name, new)
             continue
         for own, shape in entry.get("tensors", {}).items():

@@ -30,7 +30,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from headprune.attention import AttentionLayer
-from headprune.gates import Fill, gated
+from headprune.gates import Fill
 from headprune.running import no_progress
 from headprune.scoring.base import Estimate, Problem, method, rounded
 from headprune.scoring.gradient import gate_gradients, separate
@@ -178,7 +178,7 @@ def _head_outputs(problem: Problem, key: str, summarize: Callable[[Tensor, int],
             return torch.zeros_like(hidden)
 
         notes: dict[str, Fill] = {layer.name: partial(note, layer) for layer in problem.layers}
-        with torch.no_grad(), gated(problem.model, problem.layers, ones, notes):
+        with torch.no_grad(), problem.gated(ones, notes):
             problem.losses(batch)
         return {layer.name: rows[layer.name] for layer in problem.layers}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from headprune.attention import Layers
 from headprune.batches import Rows, cost_of, is_out_of_memory
 from headprune.errors import HeadPruneError, first_line, registered
+from headprune.gates import Fill, gated
 from headprune.inputs import too_long
 from headprune.plans import heads_to_keep, keep_of
 from headprune.running import Progress
@@ -174,6 +176,12 @@ class Problem:
     def heads(self) -> int:
         """Number of heads in all layers; methods return values in the layers' order."""
         return sum(layer.num_heads for layer in self.layers)
+
+    def gated(
+        self, gates: Mapping[str, Tensor], fill: Mapping[str, Fill] | None = None
+    ) -> AbstractContextManager[None]:
+        """Gates ``{layer_name: gates}`` on the model, as `headprune.gates.gated` takes them, while the context lasts."""
+        return gated(self.model, self.layers, gates, fill)
 
     def losses(self, batch: Any) -> Tensor:
         """The losses of a batch, ``[batch]``; checks that they are finite.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from headprune.batches import halving, is_out_of_memory
 from headprune.errors import HeadPruneError
-from headprune.gates import RowsError, gated
+from headprune.gates import RowsError
 from headprune.inputs import doubled, gathered, model_device
 from headprune.running import checkpointed, frozen
 from headprune.scoring.base import Batches, Estimate, NotFiniteError, Problem, method
@@ -89,7 +88,7 @@ def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Tensor:
         ``[size, heads + 1]``, float64, on the CPU.
     """
     gates = _gates(problem, size, at)
-    with torch.enable_grad(), _differentiable(problem, gates):
+    with torch.enable_grad(), problem.gated(gates), checkpointed(problem.model, problem.checkpoints):
         loss = problem.losses(batch)
         return torch.cat([_gate_slopes(loss.sum(), gates), loss.detach().cpu().double()[:, None]], dim=1)
 
@@ -143,13 +142,6 @@ def _gate_slopes(loss: Tensor, gates: dict[str, Tensor], *, again: bool = False)
     return gathered(gradients, dim=1)
 
 
-@contextmanager
-def _differentiable(problem: Problem, gates: dict[str, Tensor]) -> Iterator[None]:
-    """Put gates on the model, with activation checkpointing if the problem asks for it."""
-    with gated(problem.model, problem.layers, gates), checkpointed(problem.model, problem.checkpoints):
-        yield
-
-
 # -- batches whose examples have gates of their own ----------------------------------------------------
 
 
@@ -183,7 +175,7 @@ def independent(problem: Problem) -> bool:
     try:
         if not problem.rows.lead(batch, partial(gate_shapes, problem)):
             return False
-        with torch.enable_grad(), _differentiable(problem, gates):
+        with torch.enable_grad(), problem.gated(gates), checkpointed(problem.model, problem.checkpoints):
             losses = problem.losses(batch)
             each = torch.stack([_gate_slopes(loss, gates, again=i + 1 < size) for i, loss in enumerate(losses)])
     except NotFiniteError:
@@ -202,6 +194,6 @@ def gate_shapes(problem: Problem, batch: Any) -> list[torch.Size]:
         return torch.zeros_like(hidden)
 
     ones = {layer.name: torch.ones(layer.num_heads) for layer in problem.layers}
-    with torch.no_grad(), gated(problem.model, problem.layers, ones, dict.fromkeys(ones, note)):
+    with torch.no_grad(), problem.gated(ones, dict.fromkeys(ones, note)):
         problem.losses(batch)
     return shapes

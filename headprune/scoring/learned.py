@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from headprune.errors import HeadPruneError
-from headprune.gates import gated
 from headprune.parallel import current
 from headprune.running import checkpointed, frozen
 from headprune.scoring.base import Estimate, Problem, method
@@ -126,7 +125,7 @@ def _train(problem: Problem, name: str, start: float, draw: Draw, penalty: Penal
             parameters = parameters.clone().requires_grad_()
             with torch.enable_grad():
                 gates = problem.split(draw(parameters, size, generator, step / steps))
-                with gated(problem.model, problem.layers, gates), checkpointed(problem.model):
+                with problem.gated(gates), checkpointed(problem.model):
                     loss = problem.losses(batch).sum() * (len(batches) / problem.examples)
                     (slope,) = torch.autograd.grad(loss, parameters)
             if not slope.isfinite().all():

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, dropwhile
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headprune.batches import free_memory, halving
-from headprune.gates import Fill, RowsError, gated
+from headprune.gates import Fill, RowsError
 from headprune.inputs import model_device, tensors
 from headprune.parallel import current
 from headprune.running import wrapped
@@ -232,7 +232,7 @@ class Recording:
 
     def plain(self, gates: Mapping[str, Tensor]) -> Tensor:
         """Losses ``[examples]`` under gates ``{layer: [heads]}``, by a plain forward pass."""
-        with gated(self.problem.model, self.problem.layers, gates, self.fill):
+        with self.problem.gated(gates, self.fill):
             return self.problem.losses(self.batch).cpu().double()
 
     def stacked(self, gates: Mapping[str, Tensor], first: str) -> Tensor:
@@ -240,9 +240,9 @@ class Recording:
         rows = len(next(iter(gates.values())))
         each = {k: g.repeat_interleave(self.size, 0) for k, g in gates.items()}
         batch = self.problem.rows.take(self.batch, list(range(self.size)) * rows)
-        model, layers = self.problem.model, self.problem.layers
+        skipping = answering(self.problem.model, self.starts[first], self._kept, rows)
         try:
-            with gated(model, layers, each, self.fill), answering(model, self.starts[first], self._kept, rows):
+            with self.problem.gated(each, self.fill), skipping:
                 return self.problem.losses(batch).cpu().double().view(rows, self.size)
         except NotFiniteError as error:  # its row is one of the stack, not of the batch
             raise NotFiniteError(self.problem, self.batch, error.row % self.size, error.value) from None
@@ -252,13 +252,11 @@ class Recording:
         self._kept.clear()
         self.window.clear()
         wanted: Start = {}
-        names, held = list(self.starts), 0
-        for name in names[names.index(first) :] if first in names else []:
-            new = {k: o for k, o in self.starts[name].items() if k not in wanted}
-            held += sum(o.bytes_per_row for o in new.values()) * self.size
-            if self.window and held > self.replay.budget // 2:
+        for name in dropwhile(lambda name: name != first, self.starts):
+            more = wanted | self.starts[name]
+            if self.window and self.size * sum(o.bytes_per_row for o in more.values()) > self.replay.budget // 2:
                 break
-            wanted.update(new)
+            wanted = more
             self.window.add(name)
         with keeping(self.problem.model, wanted, self._kept) as counts:
             dense = self.problem.losses(self.batch).cpu().double()

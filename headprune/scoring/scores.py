@@ -303,9 +303,9 @@ def agreements(scores: Sequence[HeadScores]) -> list[Agreement]:
 
 
 @cache
-def chance(heads: int, seed: int = 0) -> Agreement:
+def chance(heads: int) -> Agreement:
     """The random control: the 95th percentile of the absolute agreement between independent random orders."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     order = np.arange(heads, dtype=np.float64)
     drawn = np.abs([_rank_agreement(order, rng.permutation(order), None) for _ in range(CHANCE_DRAWS)])
     return Agreement("random", "random", *(float(q) for q in np.percentile(drawn, 95, axis=0)))

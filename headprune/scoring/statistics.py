@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer
 from headprune.divergence import real_tokens
 from headprune.errors import HeadPruneError
-from headprune.gates import RowsError, hook_heads
+from headprune.gates import RowsError, check_width, hook_heads
 from headprune.inputs import doubled, gathered, widened
 from headprune.offload import is_elsewhere, value_of
 from headprune.scoring.base import Batches, Estimate, Problem, method
@@ -197,9 +197,5 @@ def _columns(model: nn.Module, layer: AttentionLayer) -> list[Tensor]:
     # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
     matrix = widened(value_of(module, "weight").detach()).flatten(1)
     matrix = matrix if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else matrix.T
-    if max(map(max, place.features)) >= matrix.shape[1]:
-        raise HeadPruneError(
-            f"Layer {layer.name} is not as it was traced: its output projection has only {matrix.shape[1]} inputs.",
-            "The model was pruned since; call find_attention again.",
-        )
+    check_width(layer, place, matrix.shape[1])
     return [matrix[:, list(own)] for own in place.features]

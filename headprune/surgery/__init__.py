@@ -23,7 +23,7 @@ from headprune.pruned import add_record, record_of, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
 from headprune.surgery.evidence import inputs_for
 from headprune.surgery.proof import Proof, answers, prove
-from headprune.surgery.removal import Removal, check_present, cut, left_as_ghosts
+from headprune.surgery.removal import Removal, check_present, cut
 from headprune.trace import example_for
 
 __all__ = ["Proof", "Removal", "answers", "mask", "prune", "remove"]
@@ -105,4 +105,4 @@ def prune(
 def remove(model: nn.Module, removal: Removal) -> None:
     """Repeat a removal without a proof: for a skeleton whose weights are loaded afterwards."""
     cut(model, removal)
-    add_record(model, {"removed": [removal.drop]}, left_as_ghosts(removal.layers, removal.drop))
+    add_record(model, {"removed": [removal.drop]}, removal.ghosts)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,7 @@ from headprune.gates import mask
 from headprune.inputs import Example, call, does_not_run, map_tensors, model_device, seeded, tensors, widened
 from headprune.running import attributes_kept, exact_attention
 from headprune.surgery.evidence import Bounds, Prompt, Seen, differing, gap, largest, watching
-from headprune.surgery.removal import Removal, cut, left_as_ghosts, snapshot, ways
+from headprune.surgery.removal import Removal, cut, snapshot, ways
 
 _SAME = "the same changes were tried before"  # by another removal
 
@@ -136,23 +135,22 @@ def prove(
         The removal, what was compared, and "". If no way passes: the one that came nearest, and why it is not exact;
         the model is unchanged.
     """
-    heads, tolerance = {layer.name: drop[layer.name] for layer in touched}, tolerance_of(model)
+    tolerance, removals = tolerance_of(model), ways(touched, {layer.name: drop[layer.name] for layer in touched})
     # With the full tolerance, heads that hardly matter would pass whatever is done to them.
     least = tolerance * (FINEST if tolerance < HALF else 1)
-    attempt = partial(_try_ways, heads=heads, layers=layers, touched=touched, tolerance=tolerance)
-    tried = attempt(model, ways(touched, heads), inputs, least, keep=keep)
+    reference = references(model, inputs, removals[0].drop, layers)
+    tried = _try_ways(model, removals, reference, tolerance, least, keep)
     _, proof, failure = tried
     # An output that differs by less than the tolerance may do so by rounding: then the difference is gone in float64.
-    if failure and keep and least < proof.difference <= tolerance:
-        attempt_any = partial(attempt, removals=ways(touched, heads), least=least, keep=False)
-        if (exact := _exact_in_float64(model, inputs, attempt_any)) is not None:
-            again = attempt(model, [exact], inputs, tolerance, keep=True)
-            return tried if again[2] else again
+    rounded = bool(failure) and keep and least < proof.difference <= tolerance
+    if rounded and (exact := _exact_in_float64(model, removals, inputs, layers, tolerance, least)):
+        again = _try_ways(model, [exact], reference, tolerance, tolerance, keep)
+        return tried if again[2] else again
     return tried
 
 
 def _exact_in_float64(
-    model: nn.Module, inputs: Inputs, attempt: Callable[..., tuple[Removal, Proof, str]]
+    model: nn.Module, removals: list[Removal], inputs: Inputs, layers: Layers, tolerance: float, least: float
 ) -> Removal | None:
     """The first removal that passes the proof on a copy of a float32 model in float64; None if none does, or if there is no such copy."""
     held = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
@@ -160,7 +158,8 @@ def _exact_in_float64(
         return None
     try:
         wide = copy.deepcopy(model).double()
-        removal, _, failure = attempt(wide, inputs=[[*map(_doubled, some)] for some in inputs])
+        reference = references(wide, [[*map(_doubled, some)] for some in inputs], removals[0].drop, layers)
+        removal, _, failure = _try_ways(wide, removals, reference, tolerance, least, keep=False)
     except Exception:  # what cannot be copied, computes in float32 by itself, or needs more memory than there is
         return None
     return None if failure else removal
@@ -173,12 +172,10 @@ def _doubled(batch: Example) -> Example:
 
 
 def _try_ways(
-    model: nn.Module, removals: Iterable[Removal], inputs: Inputs, least: float, *, heads: Heads, layers: Layers, touched: Layers,
-    tolerance: float, keep: bool,
-) -> tuple[Removal, Proof, str]:  # fmt: skip
-    """As `prove`, by the given removals; ``least`` as in `_compare`."""
-    reference, known = references(model, inputs, heads, layers), Changes()
-    restore, nearest = snapshot(model), math.inf
+    model: nn.Module, removals: list[Removal], reference: list[Reference], tolerance: float, least: float, keep: bool
+) -> tuple[Removal, Proof, str]:
+    """As `prove`, by the given removals; ``reference`` and ``least`` as in `_compare`."""
+    restore, nearest, known = snapshot(model), math.inf, Changes()
     for removal in removals:
         try:
             difference, failure = _compare(model, removal, reference, tolerance, least, known)
@@ -189,7 +186,7 @@ def _try_ways(
             raise
         off = difference or math.inf  # it did not run, or was tried before
         if not failure or (failure != _SAME and off <= nearest):
-            proof = Proof(difference, tolerance, len(reference), left_as_ghosts(touched, heads))
+            proof = Proof(difference, tolerance, len(reference), removal.ghosts)
             tried, nearest = (removal, proof, failure), off
         if not failure:
             break

@@ -52,6 +52,11 @@ class Removal:
     narrow: bool = False
     by_group: bool = False
 
+    @property
+    def ghosts(self) -> tuple[str, ...]:
+        """Layers that lose all heads, but keep one with zero output."""
+        return tuple(a.name for a in self.layers if a.bypass == "ghost" and len(self.drop[a.name]) == a.num_heads)
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Removal:
         known = {f.name: data[f.name] for f in fields(cls) if f.name in data}  # an older file may lack some
@@ -94,11 +99,6 @@ def check_present(model: nn.Module, layer: AttentionLayer) -> None:
                 why = f"{where} has no numbers (it is on the meta device, and no hook of Accelerate on its module loads it)"
                 hint = "Load the weights first; device_map= of from_pretrained may keep them on the CPU or on disk."
                 raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {why}.", hint)
-
-
-def left_as_ghosts(layers: Layers, drop: Heads) -> tuple[str, ...]:
-    """Layers that lose all heads, but keep one with zero output."""
-    return tuple(a.name for a in layers if a.bypass == "ghost" and len(drop[a.name]) == a.num_heads)
 
 
 # -- the cut ---------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def _replace_by_bias(model: nn.Module, layer: AttentionLayer) -> None:
     if bias is not None and is_elsewhere(output, "bias"):  # so small that it stays on the model's device
         trained, bias = bias.requires_grad, value_of(output, "bias").to(model_device(model))
         bias.requires_grad_(trained)
-    only_bias = OnlyBias.of(output, bias)
+    only_bias = OnlyBias(output, bias)
     if layer.output_inside:
         stub = emptied(attention, only_bias.width, bias, layer.output_arity)
     else:

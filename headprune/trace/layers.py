@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -64,22 +65,17 @@ def _absorb(attention: AttentionCall, other: AttentionCall) -> None:
 
 def _settle_output(trace: Tracer, attention: AttentionCall) -> None:
     """Decide which module is an attention's output projection, or why there is none whose input columns can be cut."""
+    own_calls = sum(a.module == attention.module and a.output == attention.output for a in trace.attentions)
     if attention.returned and (not disjoint(attention.columns) or attention.leak or trace.reader.adds_more(attention)):
         attention.output, attention.columns = attention.module, attention.returned
         attention.concatenated, attention.output_dim, attention.reason = True, -1, ""
     elif wrapper := _wrapper(attention):
         attention.wrapper, attention.columns = wrapper, []
         attention.reason = f"its output projection {wrapper} is made of several layers: merge them (LoRA) first"
-    elif attention.output and not attention.reason and _is_called_elsewhere(trace, attention):
+    elif attention.output and not attention.reason and trace.records[attention.output].calls > own_calls:
         attention.refuse(f"its output projection {attention.output} is also called on other data")
     elif attention.leak and not attention.reason and not overlap(attention.columns):
         attention.refuse(f"its heads reach {attention.leak} past the output projection {attention.output}")
-
-
-def _is_called_elsewhere(trace: Tracer, attention: AttentionCall) -> bool:
-    """Whether W_O is called more often than this attention module computes attention."""
-    own = sum(a.module == attention.module and a.output == attention.output for a in trace.attentions)
-    return trace.records[attention.output].calls > own
 
 
 def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> AttentionLayer:
@@ -107,8 +103,10 @@ def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> 
         reason = _unsliceable(gate.module, trace.modules[gate.module])
     if attention.module in ghosts(trace.model):
         reason, output, gate = "all of its heads were pruned; one stays with zero output, for the cache", None, None
-    cut = [part for part in (output, *projections) if part and not (part is output and attention.concatenated)]
-    reason = reason or _uncuttable(trace, attention, cut, output, tables)
+    cut = [(part, "out") for part in projections]
+    if output and not attention.concatenated:  # a module that returns its heads side by side has no W_O to cut
+        cut.insert(0, (output, "in"))
+    reason = reason or _uncuttable(trace, attention, cut, tables)
     inside = [module for name, module in trace.modules.items() if is_inside(name, attention.module)]
     if not attention.output and not all(map(_is_plain, inside)):
         reason += " (its weights are quantised: prune first, then quantise)"
@@ -196,21 +194,17 @@ def _counting(trace: Tracer, attention: AttentionCall) -> list[str]:
 
 
 def _uncuttable(
-    trace: Tracer,
-    attention: AttentionCall,
-    cut: Sequence[HeadFeatures],
-    output: HeadFeatures | None,
-    tables: Sequence[HeadTable],
+    trace: Tracer, attention: AttentionCall, cut: Sequence[tuple[HeadFeatures, str]], tables: Sequence[HeadTable]
 ) -> str:
     """Why the weights of this layer cannot be cut, or "".
 
     Args:
-        cut: The parts to cut: projections, and ``output`` unless the module returns its heads side by side.
+        cut: The linear layers to cut, each with the side that loses features, ``"in"`` (W_O) or ``"out"``.
     """
     matrices = any(len(trace.shape[t.name]) > 1 for t in tables)
-    if not (any(part is not output for part in cut) or matrices or attention.selections):
+    if not (any(side == "out" for _, side in cut) or matrices or attention.selections):
         return f"no weights of {attention.module} were found that belong to single heads (quantised?)"
-    weights = [(part.module, getattr(trace.modules[part.module], "weight", None)) for part in cut]
+    weights = [(part.module, getattr(trace.modules[part.module], "weight", None)) for part, _ in cut]
     for module, weight in weights:
         if not isinstance(weight, nn.Parameter) or not weight.is_floating_point() or not is_matrix(weight):
             return _unsliceable(module, trace.modules[module])
@@ -223,21 +217,18 @@ def _uncuttable(
             plain = type(tensor) in (Tensor, nn.Parameter)
             kind = str(tensor.dtype).removeprefix("torch.") if plain else type(tensor).__name__
             return f"{name} is quantised ({kind}): prune first, then quantise"
-    for part in cut:
-        if idle := _idle(trace, attention, part, "in" if part is output else "out"):
+    for part, side in cut:
+        if idle := _idle(trace, attention, part, side):
             return f"{idle} does not run, but would no longer fit (an adapter that is not active: merge or delete it first)"
     return ""
 
 
 def _can_be_cut(weight: Tensor) -> bool:
     """Whether rows can be selected from a weight; most quantised tensors, which hold scales beside their numbers, do not allow it."""
-    if _is_byte_float(weight):
-        return False
-    try:
+    with suppress(RuntimeError):
         weight.detach().index_select(0, torch.zeros(1, dtype=torch.long, device=weight.device))
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
+        return not _is_byte_float(weight)
+    return False
 
 
 def _is_byte_float(weight: Tensor) -> bool:
@@ -315,15 +306,13 @@ def _keeps_zeros(trace: Tracer, attention: AttentionCall, gate: HeadFeatures) ->
     loads = held is not None and held.is_meta and hook_of(module) is not None
     if held is not None and held.is_meta and not loads:
         return True  # a meta model can be neither tested nor pruned
-    try:
-        with torch.no_grad():
-            probe = torch.linspace(-1, 2, width).repeat(2, 1)
-            probe[:, list(gate.features[0])] = 0.0
-            given = probe if held is None else probe.to("cpu" if loads else held.device, held.dtype)
-            out = module.forward(given)  # without hooks: an earlier prune's would change the width
-            return bool(out.shape == given.shape and ((out == 0) == (given == 0).to(out.device)).all())
-    except Exception:  # the module takes another input
-        return False
+    with suppress(Exception), torch.no_grad():  # the module may take another input
+        probe = torch.linspace(-1, 2, width).repeat(2, 1)
+        probe[:, list(gate.features[0])] = 0.0
+        given = probe if held is None else probe.to("cpu" if loads else held.device, held.dtype)
+        out = module.forward(given)  # without hooks: an earlier prune's would change the width
+        return bool(out.shape == given.shape and ((out == 0) == (given == 0).to(out.device)).all())
+    return False
 
 
 def _head_arguments(trace: Tracer, attention: AttentionCall) -> tuple[HeadArgument, ...]:

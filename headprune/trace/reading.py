@@ -119,13 +119,13 @@ class Reader:
                 if t.grad_fn in nodes and not any(id(leaf) in self.calls for leaf in leaves_of(t))
             ),
         ]
-        uses, features = Uses(len(heads)), dict[tuple[str, str | int], list[set[int]]]()
+        entries, features = Entries(), dict[tuple[str, str | int], list[set[int]]]()
         for h, (kind, key), gradient in self._gradients(tensor, heads, sources):
             if kind == "table":
-                uses.add(h, str(key), gradient)
+                add_entries(entries, str(key), gradient, h, len(heads))
             else:
                 features.setdefault((kind, key), empty_sets(len(heads)))[h] |= nonzero(gradient)
-        uses.merge_into(attention.tables)
+        merge(attention.tables, own_entries(entries))
         for (kind, key), own in features.items():
             if kind == "argument":
                 merge(attention.arguments, {key: own})
@@ -192,23 +192,21 @@ class Reader:
         size = source.detach().abs().max().clamp(min=1e-30)
         return bool(rest[..., index].abs().max() > 1e-3 * size) if index else False
 
-    def note_values(
-        self, attention: AttentionCall, columns: list[set[int]], source: Tensor, leaves: list[Tensor]
-    ) -> None:
+    def note_values(self, attention: AttentionCall, columns: list[set[int]], source: Tensor) -> None:
         """Record what else the heads' features in ``source`` depend on: values of eager attention, gates and scales."""
-        leaves = [leaf for leaf in leaves if leaf is not attention.result and leaf.ndim]
+        leaves = [leaf for leaf in leaves_of(source) if leaf is not attention.result and leaf.ndim]
         if not leaves or not disjoint(columns):
             return
         if not attention.fused:
             attention.same_values = self.same_values(attention, columns, source)
-        uses, heads = Uses(len(columns)), HeadSlices(source.ndim - 1, tuple(tuple(sorted(own)) for own in columns))
+        entries, heads = Entries(), HeadSlices(source.ndim - 1, tuple(tuple(sorted(own)) for own in columns))
         for h, leaf, gradient in self._gradients(source, heads, [(leaf, leaf) for leaf in leaves]):
             if name := self.names.get(id(leaf)):
-                uses.add(h, name, gradient)
+                add_entries(entries, name, gradient, h, len(heads))
             if call := self.calls.get(id(leaf)):
                 for rows in (attention.rows, *(() if attention.fused else (attention.value_rows,))):
                     rows.setdefault(call.module, empty_sets(len(columns)))[h] |= _features(call, gradient)
-        uses.merge_into(attention.tables)
+        merge(attention.tables, own_entries(entries))
 
     def _noise(self, like: Tensor) -> Tensor:
         # Random, since a layer norm removes constants; away from zero, since zero means "unused".
@@ -247,24 +245,21 @@ def are_causal(probabilities: Tensor) -> bool:
 # -- sets of features for each head, and helpers that read them from small autograd graphs ----------------
 
 
-class Uses:
-    """The entries of parameters and buffers that each head reads, along every dimension."""
+Entries = dict[tuple[str, int], list[set[int]]]
+"""(parameter or buffer, dimension) -> head -> the entries that it reads."""
 
-    def __init__(self, heads: int) -> None:
-        self.heads = heads
-        self.entries: dict[tuple[str, int], list[set[int]]] = {}
 
-    def add(self, head: int, name: str, gradient: Tensor) -> None:
-        """Add the entries of a tensor that a head reads: those where the gradient is not zero."""
-        for dim in range(gradient.ndim):
-            self.entries.setdefault((name, dim), empty_sets(self.heads))[head] |= nonzero(gradient.movedim(dim, -1))
+def add_entries(entries: Entries, name: str, gradient: Tensor, head: int, heads: int) -> None:
+    """Add the entries of a tensor that one of so many heads reads: those where the gradient is not zero."""
+    for dim in range(gradient.ndim):
+        entries.setdefault((name, dim), empty_sets(heads))[head] |= nonzero(gradient.movedim(dim, -1))
 
-    def merge_into(self, tables: dict[tuple[str, int], list[set[int]]]) -> None:
-        """Add to ``tables`` the dimensions along which every head reads entries that are not common to all heads."""
-        for key, heads in self.entries.items():
-            shared = set.intersection(*heads)
-            if self.heads > 1 and all(h - shared for h in heads):
-                merge(tables, {key: [h - shared for h in heads]})
+
+def own_entries(entries: Entries) -> Entries:
+    """The dimensions along which every head reads entries that are not common to all heads; without the common ones."""
+    shared = {key: set.intersection(*each) for key, each in entries.items()}
+    own = {key: [read - shared[key] for read in each] for key, each in entries.items()}
+    return {key: each for key, each in own.items() if len(each) > 1 and all(each)}
 
 
 def empty_sets(heads: int) -> list[set[int]]:

@@ -84,11 +84,12 @@ class Tracer(TorchFunctionMode):
         if self.running and self.running[-1] == name:
             self.running.pop()
         record = self.records[name]
-        record.arity, record.returned = _arity(output), self._returned(output)
+        first = output[0] if isinstance(output, tuple) and output else output
+        record.arity, record.returned = _arity(output), self._returned(first)
         scales = any(p.ndim == 1 for p in module.parameters(recurse=False))
         if scales and isinstance(output, Tensor) and output.grad_fn is not None:
             record.mixed = output
-        self._match_concatenation(name, output)
+        self._match_concatenation(name, first)
         if isinstance(output, Tensor) and any(name in dict(a.between) for a in self.attentions if not a.output):
             # A new node in the graph, to see whether W_O depends on it.
             record.output = output.view_as(output)
@@ -260,8 +261,7 @@ class Tracer(TorchFunctionMode):
         if not self.attentions or not source.requires_grad:
             return False
         matched = False
-        leaves = leaves_of(source)
-        reached = {id(leaf) for leaf in leaves}
+        reached = {id(leaf) for leaf in leaves_of(source)}
         for attention in self.attentions:
             if id(attention.result) not in reached or attention.reason:
                 continue
@@ -273,7 +273,7 @@ class Tracer(TorchFunctionMode):
                 attention.reason = f"its output projection ({owner}) is not called as a module"
                 continue
             attention.columns = self.reader.columns_of(attention, source, dim)
-            self.reader.note_values(attention, attention.columns, source.movedim(dim, -1), leaves)
+            self.reader.note_values(attention, attention.columns, source.movedim(dim, -1))
         return matched
 
     def note_leaks(self, output: Any) -> None:
@@ -287,9 +287,8 @@ class Tracer(TorchFunctionMode):
             if attention.output and id(attention.result) in reached:
                 attention.leak = attention.leak or "the model's output"
 
-    def _match_concatenation(self, name: str, output: Any) -> None:
-        """Record where the heads are in the output of attention module ``name``: without a W_O, they are masked there."""
-        returned = output[0] if isinstance(output, tuple) and output else output
+    def _match_concatenation(self, name: str, returned: Any) -> None:
+        """Record where the heads are in what attention module ``name`` returns: without a W_O, they are masked there."""
         pending = [a for a in self.attentions if a.module == name and not a.output and not a.reason]
         if not pending or not isinstance(returned, Tensor) or not returned.requires_grad:
             return
@@ -299,11 +298,10 @@ class Tracer(TorchFunctionMode):
                 columns = self.reader.columns_of(attention, returned)
                 if disjoint(columns):
                     attention.returned = columns
-                    self.reader.note_values(attention, columns, returned, leaves)
+                    self.reader.note_values(attention, columns, returned)
 
-    def _returned(self, output: Any) -> str:
+    def _returned(self, returned: Any) -> str:
         """The linear layer whose output a module returns, perhaps reshaped; "" if it returns something else."""
-        returned = output[0] if isinstance(output, tuple) and output else output
         node = returned.grad_fn if isinstance(returned, Tensor) else None
         while node is not None and len(node.next_functions) == 1 and node.name().removesuffix("Backward0") in _SHAPES:
             node = node.next_functions[0][0]

@@ -222,17 +222,12 @@ def _metrics(
         flops=latency.flops(scene.model, scene.typical_input()), guessing=results.guessing(scene),
     )  # fmt: skip
     also = [documents.AlsoData(name=p.name, data=documents.Examples.of(p), dense=measure(p)) for p in scene.parts.also]
-    metrics = documents.Metrics(
+    exports = partial(results.export_models, scene, [budget for budget, _ in largest])
+    return documents.Metrics(
         metric=metric, curve_metric=scene.measures.for_plans, environment=scene.environment, planning=scene.config.planning(result), dense=dense,
         budgets=tuple(budget for budget, _ in models), curve=tuple(curve), also=tuple(also), **_times(scene, largest),
-        tasks=tuple(results.run_tasks(scene, largest)),
+        tasks=tuple(results.run_tasks(scene, largest)), **current().first("exports", exports),
     )  # fmt: skip
-
-    def export() -> documents.Metrics:
-        exports, engines = results.export_models(scene, [budget for budget, _ in largest])
-        return replace(metrics, exports=tuple(exports), engines=tuple(engines))
-
-    return current().first("exports", export) if scene.config.exports else metrics
 
 
 def _times(scene: search.PruneScene, pruned_models: Sequence[results.CarriedOut]) -> dict[str, Any]:
@@ -241,8 +236,7 @@ def _times(scene: search.PruneScene, pruned_models: Sequence[results.CarriedOut]
     first = partial(current().first, "timing")  # of several processes one times, while the others wait
     models = {"dense": scene.model, **{result.name: model for result, model in pruned_models}}
     plans = {result.name: result.drop for result, _ in pruned_models}
-    timed = partial(results.time_models, scene, models)
-    latencies = store.get(f"latency {environment}", partial(first, timed))
+    latencies = store.get(f"latency {environment}", partial(first, partial(results.time_models, scene, models)))
     shapes = inputs(scene)
     prompts = [shape for shape in shapes if shape[1] == shapes[0][1]]  # of median length: they come first
 
@@ -286,17 +280,15 @@ def publish(folder: runs.RunFolder, content: runs.RunFolder) -> None:
         HeadPruneError: The report could not be written; all else is published. Or the disk is full: then nothing is, and the old
             content stays.
     """
-    trouble: Exception | None = None
     try:
         report.write(content)
     except Exception as error:
         if is_of_the_disk(error):  # the report will be written once there is room, so the old folder stays until then
             raise
-        trouble = error
-    folder.publish(content.path)
-    if trouble is not None:
+        folder.publish(content.path)
         folder.clear_unfinished()  # it is not needed any more
         raise HeadPruneError(
-            f"The report could not be written ({type(trouble).__name__}: {first_line(trouble)}); all else is in {folder.path}.",
+            f"The report could not be written ({type(error).__name__}: {first_line(error)}); all else is in {folder.path}.",
             f"`headprune report {folder.path}` tries again.",
-        ) from trouble
+        ) from error
+    folder.publish(content.path)

@@ -72,9 +72,7 @@ def carry_out(fit: Fit, controls: Sequence[Order], scene: PruneScene) -> Carried
     random = [scene.measure(f"random {asked} {i}", drop, repaired=True) for i, drop in enumerate(drawn)]
     # Random heads get layer-by-layer repair only.
     further = repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
-    like_random = pruned
-    if trained or further:
-        like_random = scene.measure(f"like control {asked}", plan.drop, repaired=True)
+    like_random = scene.measure(f"like control {asked}", plan.drop, repaired=True) if trained or further else pruned
     repaired = None
     if repair is not None:
         unrepaired = scene.measure(f"unrepaired {asked}", plan.drop)
@@ -121,17 +119,14 @@ def _changed_answers(scene: Scene, dense: Measurement, pruned: Measurement) -> t
     texts = scene.measures.texts(part)
     if texts is None or TEXTS not in metric.forms:
         return ()
-    changed = []
-    for index, before, after, right in zip(part.order(), dense.texts, pruned.texts, texts.references, strict=True):
-        if before != after:
-            values = (metric.score(Answers(TEXTS, [text], [right])) for text in (before, after))
+    rows, changed = [part.rows[i] for i in part.order()], []
+    for row, old, new, right in zip(rows, dense.texts, pruned.texts, texts.references, strict=True):
+        if old != new:
+            values = (metric.score(Answers(TEXTS, [text], [right])) for text in (old, new))
             was, now = (0.0 if value != value else value for value in values)
             several = (right,) if isinstance(right, str) else tuple(right)
-            changed.append(
-                documents.ChangedAnswer(
-                    row=part.rows[index], reference=several, dense=before, pruned=after, before=was, after=now
-                )
-            )
+            answer = documents.ChangedAnswer(row=row, reference=several, dense=old, pruned=new, before=was, after=now)
+            changed.append(answer)
     return tuple(sorted(changed, key=lambda each: -abs(each.after - each.before))[:_SHOWN])
 
 
@@ -273,15 +268,11 @@ def time_generation(
     models: Mapping[str, nn.Module], prompts: Shapes, console: Console
 ) -> tuple[latency.GenerationRow, ...]:
     """Generation times of the dense and the pruned models; () if they do not generate text."""
-    rows: list[latency.GenerationRow] = []
     if not writes(next(iter(models.values()))):
         return ()
     with console.track("writing tokens") as progress:
-        for *_, example in tracked(prompts, progress):
-            if (row := latency.benchmark_generation(models, example)) is None:
-                return ()
-            rows.append(row)
-    return tuple(rows)
+        rows = [latency.benchmark_generation(models, example) for *_, example in tracked(prompts, progress)]
+    return tuple(row for row in rows if row is not None)
 
 
 def _all_prunable_heads(layers: Sequence[AttentionLayer]) -> Heads:
@@ -289,10 +280,12 @@ def _all_prunable_heads(layers: Sequence[AttentionLayer]) -> Heads:
     return {layer.name: list(range(layer.num_heads)) for layer in layers if layer.prunable}
 
 
-def export_models(
-    scene: PruneScene, results: Sequence[documents.BudgetResult]
-) -> tuple[list[documents.ExportedModel], list[documents.EngineLatency]]:
-    """Every pruned model in every format, beside the checkpoints; times of those whose engine can be timed here, and of the dense one."""
+def export_models(scene: PruneScene, results: Sequence[documents.BudgetResult]) -> dict[str, Any]:
+    """Every pruned model in every format, beside the checkpoints; times of those whose engine can be timed here, and of the dense one.
+
+    Returns:
+        Fields of `Metrics`.
+    """
     every, rows = [], []
     for name in dict.fromkeys(scene.config.exports):
         models = [_exported(scene, name, result) for result in results]
@@ -301,7 +294,7 @@ def export_models(
             make = partial(_time_format, scene, name, files)
             rows.append(scene.store.get(f"latency {name} {scene.environment}", make))
         every += models
-    return every, rows
+    return {"exports": tuple(every), "engines": tuple(rows)}
 
 
 def _exported(scene: PruneScene, name: str, result: documents.BudgetResult) -> documents.ExportedModel:

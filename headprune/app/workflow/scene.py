@@ -184,16 +184,15 @@ class Scene:
         Raises:
             PruneError: The outputs differ more.
         """
-        half = self.loaded.stored
-        if half is None:
-            return self._save(model, path, tolerance, about)
-        try:
-            return self._save(model, path, tolerance, about, half)
-        except Exception as error:
-            if is_out_of_memory(error) or isinstance(error, OSError):
-                raise
-            why = first_line(error)
-        note = f"Saved in float32: in {name_of(half)}, as it was stored, the model does not work here ({why})."
+        note = ""
+        if half := self.loaded.stored:
+            try:
+                return self._save(model, path, tolerance, about, half)
+            except Exception as error:
+                if is_out_of_memory(error) or isinstance(error, OSError):
+                    raise
+                why = f"as it was stored, the model does not work here ({first_line(error)})"
+                note = f"Saved in float32: in {name_of(half)}, {why}."
         return replace(self._save(model, path, tolerance, about), note=note)
 
     def _save(
@@ -227,7 +226,7 @@ class Scene:
     def load(self, path: Path) -> nn.Module:
         """Load a saved model, to measure it."""
         loading = self.options.loading
-        places = placing_of(loading.device_map, loading.device_memory) or {"device": model_device(self.model)}
+        places = placing_of(loading) or {"device": model_device(self.model)}
         # The code in the folder came with the dense model.
         model = checkpoint.load(path, **places, as_saved=True, trust_remote_code=loading.trust_remote_code)
         if self.loaded.stored is not None:
