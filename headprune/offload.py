@@ -194,12 +194,10 @@ def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
     names = tuple(f"{name}." for name in own)
     maps = [hook.weights_map for hook in map(hook_of, model.modules()) if hook is not None]
     shared: dict[int, Any] = {id(each): each for each in maps}
-    for name, parameter in model.named_parameters():
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not name.startswith(names):
-            shared[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-    for name, buffer in model.named_buffers():
-        if not name.startswith(names):
-            shared[id(buffer)] = buffer.detach()
+            value, is_parameter = tensor.detach(), isinstance(tensor, nn.Parameter)
+            shared[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
     result = copy.deepcopy(model, shared)
     for attribute in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"):  # Accelerate's: they would move the original
         vars(result).pop(attribute, None)

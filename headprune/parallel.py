@@ -104,23 +104,21 @@ class Ranks:
         Raises:
             Exception: The error of the first failing task, on all ranks.
         """
-        results: dict[int, T] = {}
-        failure: _Failure | None = None
+        own: dict[int, Any] = {}
         with _use(ALONE):
             for i in shares(len(tasks), self.size, costs)[self.rank]:
                 try:
-                    results[i] = tasks[i]()
+                    own[i] = tasks[i]()
                 except Exception as error:
-                    failure = _Failure(error, i)
+                    own[i] = _Failure(error)
                     break
                 if progress:
-                    progress(min(len(tasks), len(results) * self.size), len(tasks))
-        replies = self.gather(f"{name}, {len(tasks)} tasks", (results, failure))
-        if failures := [failure for _, failure in replies if failure is not None]:
-            # A single process would stop at the first failing task.
-            raise min(failures, key=lambda failure: failure.task).error
-        every = {i: result for own, _ in replies for i, result in own.items()}
-        return [every[i] for i in range(len(tasks))]
+                    progress(min(len(tasks), len(own) * self.size), len(tasks))
+        results = {i: result for each in self.gather(f"{name}, {len(tasks)} tasks", own) for i, result in each.items()}
+        for i in sorted(results):  # a single process would stop at the first failing task
+            if isinstance(results[i], _Failure):
+                raise results[i].error
+        return [results[i] for i in range(len(tasks))]
 
     def first(self, name: str, make: Callable[[], T]) -> T:
         """Run ``make`` on rank 0 only, and return its result on all ranks. For file access, timing and the like."""
@@ -247,24 +245,20 @@ class Ranks:
 
 
 class _Failure:
-    """An error to send to other ranks; only its text if it cannot be unpickled in another process.
+    """An error to send to other ranks; only its text if it cannot be unpickled in another process."""
 
-    Attributes:
-        task: The number of the failed task.
-    """
-
-    def __init__(self, error: Exception, task: int = 0) -> None:
-        self.error, self.task = error, task
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
     def __reduce__(self) -> Any:
         error = self.error
         # Other ranks may not know its class, or the class may not unpickle its errors, as pydantic's.
         with suppress(Exception):
             if str(pickle.loads(pickle.dumps(error))) == str(error):
-                return _Failure, (error, self.task)
+                return _Failure, (error,)
         if isinstance(error, HeadPruneError):
-            return _Failure, (HeadPruneError(str(error.args[0]), error.hint), self.task)
-        return _Failure, (RuntimeError(f"{type(error).__name__}: {first_line(error)}"), self.task)
+            return _Failure, (HeadPruneError(str(error.args[0]), error.hint),)
+        return _Failure, (RuntimeError(f"{type(error).__name__}: {first_line(error)}"),)
 
 
 def _is_alive(pid: int) -> bool:
@@ -321,16 +315,13 @@ def accelerator_ranks(accelerator: Accelerator | None) -> Iterator[Ranks]:
     Raises:
         HeadPruneError: ``accelerator`` is no Accelerator, or its processes have no process group.
     """
-    if accelerator is None or current().size > 1:
-        yield current()
-        return
-    size = getattr(accelerator, "num_processes", 0)
+    size = 1 if accelerator is None else getattr(accelerator, "num_processes", 0)
     if size < 1 or (size > 1 and not dist.is_initialized()):
         message = f"accelerator= is a {type(accelerator).__name__} without processes that torch.distributed can reach."
         hint = "Pass an accelerate.Accelerator in a program that torchrun or accelerate launch started, or nothing."
         raise HeadPruneError(message, hint)
-    if size == 1:
-        yield ALONE
+    if size == 1 or current().size > 1:
+        yield current()
         return
     group = dist.new_group(backend="gloo", timeout=_PATIENCE)
     with Ranks(dist.get_rank(), size, group).run_together() as ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -109,10 +109,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run compiled modules as plain Python while the context lasts: code from `torch.compile` does not see new hooks."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
+    compiling = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes seconds
+    with torch.compiler.set_stance("force_eager") if compiling else nullcontext():
         yield
 
 
@@ -171,20 +169,17 @@ def restorer(parts: Iterable[Any]) -> Callable[[], None]:
 @contextmanager
 def restoring_dicts(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
     """Restore the content of dicts when the context ends; one callback for all, since a model has thousands."""
-    restore = restorer(dicts)
-    try:
+    with ExitStack() as stack:
+        stack.callback(restorer(dicts))
         yield
-    finally:
-        restore()
 
 
 @contextmanager
 def uncached(model: nn.Module) -> Iterator[None]:
     """Disable the key/value cache: no text is generated, and a block that runs twice would find its own keys in it."""
-    # A decoder may have its own config.
-    configs: dict[int, Any] = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
     with ExitStack() as stack:
-        for config in configs.values():
+        for module in model.modules():  # a decoder may have its own config
+            config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", None) is True:
                 _set_for_a_while(stack, config, "use_cache", False)
         yield
@@ -303,8 +298,7 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     blocks: dict[str, nn.Module] = {}
     named = dict(model.named_modules())
     marked = [n for n, m in named.items() if any(c.__name__ == "GradientCheckpointingLayer" for c in type(m).__mro__)]
-    lists = [(f"{name}." if name else "", m) for name, m in named.items() if isinstance(m, nn.ModuleList)]
-    listed = [f"{prefix}{child}" for prefix, module in lists for child, _ in module.named_children()]
+    listed = [n for n in named if n and isinstance(named[n.rpartition(".")[0]], nn.ModuleList)]
     for name in marked or listed:
         if not any(name.startswith(f"{outer}.") for outer in blocks):
             blocks[name] = named[name]

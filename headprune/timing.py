@@ -283,10 +283,9 @@ class ModulePlaces:
     def __init__(self, model: nn.Module, layers: Layers, started: Mapping[str, float]) -> None:
         self._modules, self._started = dict(model.named_modules()), started
         self._attention = list(dict.fromkeys(layer.module for layer in layers))
-        outputs = {a.module: a.output_projection.module for a in layers if a.output_projection and not a.concatenates}
-        self._output = outputs
+        self._output = {a.module: out.module for a in layers if (out := a.output_projection) and not a.concatenates}
         # If the attention module itself holds a projection's weights, their times cannot be separated.
-        self._projections = {part.module for a in layers for part in a.projections} | set(outputs.values())
+        self._projections = {part.module for a in layers for part in a.projections} | {*self._output.values()}
         self._projections -= set(self._attention)
         self._matrices = {n for n, m in self._modules.items() if any(p.ndim > 1 for p in m.parameters(recurse=False))}
         self._weighted = {n for n in self._matrices if not isinstance(self._modules[n], nn.Embedding)}
@@ -294,7 +293,7 @@ class ModulePlaces:
         self._feeding = {n for n in outside if n in started}
         self._blocks = {b for b in map(self._block, self._attention) if b is not None}
         if "" in self._blocks:  # the model is one block: its last module is the head, the first ones are embeddings
-            first = min(started[n] for n in outputs.values() if n in started) if outputs else 0.0
+            first = min((started[n] for n in self._output.values() if n in started), default=0.0)
             late = sorted((n for n in self._feeding if started[n] > first), key=started.__getitem__)
             inner = {n for n in self._feeding if any(b and is_inside(n, b) for b in self._blocks)}
             self._feeding = inner | set(late[:-1])

@@ -88,10 +88,9 @@ def install_save_methods(model: nn.Module) -> None:
     without biases that a repair added. Copies and pickles of the model keep the replaced methods.
     """
     inner, _ = home(model)  # PEFT's wrapper still saves its adapters
-    methods: dict[str, Any] = {"save_pretrained": save_pretrained, "push_to_hub": push_to_hub}
-    for name, method in methods.items():
-        if hasattr(type(inner), name):
-            vars(inner)[name] = partial(method, inner)
+    for method in (save_pretrained, push_to_hub):
+        if hasattr(type(inner), method.__name__):
+            vars(inner)[method.__name__] = partial(method, inner)
 
 
 def save_pretrained(

@@ -64,7 +64,7 @@ def score(
 
     key = runs.key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
     methods = known_methods(method or DEFAULT_METHODS)
-    options = options_of(None, model, data, loading, typed, seed=seed, distil=distil, methods=methods)
+    options = options_of(None, model, data, loading, MetricOptions(), seed, typed, distil=distil, methods=methods)
     choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
     if writing.dry_run:
         opened = scene.open_scene(options, console, labelled=None)
@@ -198,8 +198,8 @@ def prune(
     def configure(source: RunFolder | None) -> PruneConfig:
         """The command's settings, with the scores of a run or with new ones."""
         keep = next(iter(budgets.texts.get("keep", [])), None)
-        own: dict[str, Any] = {"seed": seed, "measuring": measuring, "distil": distil, "keep": keep}
-        options = options_of(source, model, replace(data, also=more.also), loading, typed, **own)
+        all_data = replace(data, also=more.also)
+        options = options_of(source, model, all_data, loading, measuring, seed, typed, distil=distil, keep=keep)
         return PruneConfig(
             options, replace(search, seed=options.seed), plan, str(budgets.plan or ""), more.finetune, methods, source,
             writing.no_resume, more.export, tasks,
@@ -332,24 +332,22 @@ def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:
 
 
 def options_of(
-    source: RunFolder | None, model: str | None, data: DataOptions, loading: LoadOptions, typed: Typed, **more: Any
-) -> Options:
+    source: RunFolder | None, model: str | None, data: DataOptions, loading: LoadOptions, measuring: MetricOptions,
+    seed: int, typed: Typed, **more: Any,
+) -> Options:  # fmt: skip
     """A run's options: as they were typed; else those of the run that has the scores; else the defaults.
 
     Args:
-        more: Further fields of `Options`; a seed that was not typed is left out.
+        more: Further fields of `Options`, whatever that run has.
 
     Raises:
         HeadPruneError: No dataset; an invalid value.
     """
-    own = {name: value for name, value in more.items() if name != "seed" or "seed" in typed}
-    if "seed" in own:
-        data = replace(data, seed=own["seed"])
     base = Options("", DataOptions()) if source is None else source.read_run().options
-    data, loading = over(base.data, data, typed), over(base.loading, loading, typed)
-    if "measuring" in own:
-        own["measuring"] = over(base.measuring, own["measuring"], typed)
-    options = replace(base, model=model or base.model, data=data, loading=loading, **own)
+    given = {"data": replace(data, seed=seed), "loading": loading, "measuring": measuring}
+    parts: dict[str, Any] = {name: over(getattr(base, name), part, typed) for name, part in given.items()}
+    seed = seed if "seed" in typed else base.seed
+    options = replace(base, model=model or base.model, seed=seed, **parts, **more)
     options.check()
     return options
 

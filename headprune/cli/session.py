@@ -52,10 +52,9 @@ def session(manner: Manner, *, shared: bool = False) -> Iterator[Console]:
         raise typer.Exit(0)
     console = Console(manner.quiet or others, manner.json and not others)
     ranks: Any = None
-    # What libraries (or a model's own code) print must not be part of the document.
-    aside = redirect_stdout(sys.stderr) if manner.json else nullcontext()
     try:
-        with aside:
+        # What libraries (or a model's own code) print must not be part of the document.
+        with redirect_stdout(sys.stderr) if manner.json else nullcontext():
             if session.__doc__ is None:
                 why = "This Python drops docstrings (-OO, or PYTHONOPTIMIZE=2), and transformers loads no model without its own."
                 raise HeadPruneError(why, "Use -O, or leave it out.")

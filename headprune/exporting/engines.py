@@ -115,12 +115,7 @@ def _openvino(file: Path, exact: bool) -> Any:
         sizes = [d.get_length() if d.is_static else f"{node.any_name}_{i}" for i, d in enumerate(node.partial_shape)]
         inputs[node.any_name] = dtype, sizes
     request = compiled.create_infer_request()
-
-    def run(arrays: Mapping[str, Any]) -> list[Any]:
-        results = request.infer(arrays)
-        return [results[i].copy() for i in range(len(compiled.outputs))]
-
-    return inputs, [node.any_name for node in compiled.outputs], run
+    return inputs, [node.any_name for node in compiled.outputs], lambda arrays: [*request.infer(arrays).values()]
 
 
 def complete(
