@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.arguments import listed, together
-from headprune.batches import cost_of
+from headprune.batches import cost_of, nonempty
 from headprune.conventions import BINARY, LABEL, SAME, SQUARED
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
@@ -148,9 +148,8 @@ def evaluate(
             else tells which labels its logits are compared with. A metric that does not exist, or not for these answers.
     """
     asked = [metric for metric in map(metric_of, metrics) if metric.name not in LOSSES]
-    losses, kept = ExampleLoss(model, loss_fn), [move(batch, model_device(model)) for batch in listed(batches)]
-    if not kept:
-        raise HeadPruneError("There are no examples to evaluate on.", "Give batches of at least one example.")
+    device, losses = model_device(model), ExampleLoss(model, loss_fn)
+    kept = [move(batch, device) for batch in nonempty(listed(batches), "evaluate on")]
 
     def outcome_of(batch: Any, first: int) -> tuple[Any, ...]:
         outcome = losses.outcome(batch)
@@ -272,9 +271,9 @@ def interval(measurement: Measurement, metric: str) -> tuple[float, float]:
     """
     if known := measurement.jackknife.get(metric):
         value, moves = measurement.metrics[metric], known.deviations
-        half = _half_width(moves, len(moves), 0.0 if moves.any() else known.width)
-        lowest, highest = known.bounds
-        return max(value - half, lowest), min(value + half, highest)
+        least = known.width or (abs(value) if len(moves) == 1 else 0.0)
+        half = _half_width(moves, len(moves), 0.0 if moves.any() else least)
+        return max(value - half, known.lowest), min(value + half, known.highest)
     mean, residuals, labels = _mean(measurement.per_example(metric), measurement.tokens)
     if metric == "accuracy":
         own = float((residuals**2).sum())
@@ -313,7 +312,8 @@ def compare(dense: Measurement, pruned: Measurement, metric: str | None = None) 
     if before and after:
         effects = replace(after, without=after.without - before.without).deviations
         value, residuals, labels = pruned.metrics[metric] - dense.metrics[metric], effects, float(len(effects))
-        least = max(before.width, float(np.ptp(before.deviations))) if before.width and not effects.any() else 0.0
+        one = abs(value) if len(effects) == 1 else 0.0
+        least = 0.0 if effects.any() else max(before.width, float(np.ptp(before.deviations))) if before.width else one
         higher = before.higher
     else:
         effects = pruned.per_example(metric) - dense.per_example(metric)

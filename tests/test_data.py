@@ -150,6 +150,14 @@ def test_answers_are_where_they_should_be(columns: str | None, tmp_path: Path) -
     features = [f for part in three(parts) for f in part.features]
     answers = {texts.decode(f["input_ids"][f["start_positions"] : f["end_positions"] + 1]) for f in features}
     assert answers == set(ANSWERS)
+    # "fun plot was", of which the cut left "fun", was scored and reported as "fun".
+    longer = [
+        {**row, "answers": {"text": [f"{w} plot was"], "answer_start": [4]}}
+        for row, w in zip(rows, ANSWERS, strict=False)
+    ]
+    parts = parts_of_rows(of_task("question-answering"), [*rows, *longer], tmp_path, text_column=columns, max_length=7)
+    left_out = sum(count for part in three(parts) for why, count in part.left_out.items() if "behind the cut" in why)
+    assert left_out == len(longer)
 
 
 @pytest.mark.parametrize("coder", [tokenizer, left_padding])
@@ -181,7 +189,10 @@ def test_whisper_and_its_sound(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     sounds = [{"array": torch.randn(800, generator=generator).tolist(), "sampling_rate": 16000} for _ in range(6)]
     rows = [{"audio": sound, "text": f"{word} film"} for sound, word in zip(sounds, WORDS, strict=False)]
+    rows[0]["text"] = "film " * 50  # cut at the decoder's positions
     parts = parts_of_rows(loaded_as(model, "speech-seq2seq", Processor()), rows, tmp_path)
+    assert max(len(f["labels"]) for part in three(parts) for f in part.features) <= 32
+    assert "Texts of more than 32 tokens were cut there (the most that the model takes)" in " ".join(parts.notes)
     scores = hp.score(model, parts.score.batches(2))
     assert [layer.kind for layer in scores.layers] == ["encoder"] * 2 + ["decoder", "cross"] * 2
     assert torch.isfinite(scores.flat()).all()
@@ -208,6 +219,8 @@ def test_left_padding_does_not_reach_language_models(tmp_path: Path) -> None:
     parts = parts_of_rows(loaded, sentences(40, seed=0), tmp_path)
     one, many = (hp.evaluate(loaded.model, parts.report.batches(size)).metrics["perplexity"] for size in (1, 30))
     assert one == pytest.approx(many, rel=1e-4)
+    assert loaded.processor.padding_side == "left"  # and it is saved so: batches are generated from
+    assert loaded.processor.backend_tokenizer.truncation is None
 
 
 def test_chats_are_written_out_by_the_chat_template(tmp_path: Path) -> None:
@@ -240,6 +253,9 @@ def test_roberta_has_fewer_positions_than_rows(tmp_path: Path) -> None:
     parts = parts_of_rows(loaded, rows, tmp_path)
     assert max(parts.score.lengths()) == 16
     hp.score(model, parts.score.batches(4))
+    with pytest.raises(hp.HeadPruneError) as caught:
+        hp.score(model, [{**text(2, 17), "labels": torch.tensor([0, 1])}])
+    assert "they have 17 tokens, the model has 16 positions" in caught.value.hint
 
 
 def test_targets_are_padded_on_the_right_whatever_side_inputs_are(tmp_path: Path) -> None:

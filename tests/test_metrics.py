@@ -105,9 +105,27 @@ def test_values_are_the_librarys_and_errors_the_jackknifes(kind: str, name: str)
     moves = 19 * (without.mean() - without)
     half = stats.t.ppf(0.975, 19) * np.sqrt((moves**2).sum() + 2 * (moves**2).max()) / 20
     ends = np.array([one.metrics[name] - half, one.metrics[name] + half])
-    if not name.startswith(UNBOUNDED):
-        ends = ends.clip(-1 if name in CORRELATIONS else 0, 1)
+    low = -np.inf if name.startswith(UNBOUNDED) else -1 if name in CORRELATIONS else 0
+    ends = ends.clip(low, 0 if name.startswith("neg") else 1)
     assert interval(one, name) == pytest.approx(tuple(ends), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["r2", "explained_variance", "d2_absolute_error_score", "neg_mean_squared_error"])
+def test_no_interval_goes_beyond_a_perfect_model(name: str) -> None:
+    """Where one example is far off, the jackknife's error is large: R² was given up to 1.09."""
+    y = torch.linspace(-1, 1, 30)
+    x = (y + 0.01)[:, None]
+    x[7] += 1.5
+    low, high = interval(measured("numbers", x, y, name), name)
+    assert low < high == (0 if name.startswith("neg") else 1)
+
+
+@pytest.mark.parametrize("name", ["exact_match", "bleu"])
+def test_one_example_says_next_to_nothing(name: str) -> None:
+    """Its interval was NaN."""
+    one = spoken(["a cat on a mat"], ["a cat on a mat"], name)
+    assert interval(one, name) == pytest.approx((0, one.metrics[name]))
+    assert hp.compare(one, one, name).verdict == "no measurable change"
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)

@@ -1,5 +1,6 @@
 """What a run of `prune` says before, compares, draws and times; and how deep a reader must go: by the command line."""
 
+import math
 import re
 from math import prod
 from pathlib import Path
@@ -92,11 +93,20 @@ def test_later_budgets_need_no_search(scored: Path, here: Path, monkeypatch: pyt
     assert "searched" in stderr_of(*PRUNE, 1, "--scores", "second", "-o", "third", code=1)
 
 
-@pytest.mark.parametrize(("words", "lengths"), [(7, [9, 36]), (14, [16, 32]), (28, [30])])
-def test_longer_inputs_are_longer_and_guessing_is_known(words: int, lengths: list[int], here: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "lengths", "metric", "guessing"),
+    [
+        (7, [9, 36], "accuracy", 2 / 3),
+        (14, [16, 32], "loss", math.log(3) - 2 / 3 * math.log(2)),  # the entropy of labels of which two thirds are 1
+        (28, [30], "perplexity", 3 / 2 ** (2 / 3)),  # once the vocabulary's size, though the model gives two classes
+    ],
+)
+def test_longer_inputs_are_longer_and_guessing_is_known(
+    words: int, lengths: list[int], metric: str, guessing: float, here: Path
+) -> None:
     """Texts that fill the model were timed at all its positions, and again at two fewer, as if that were four times as long.
 
-    Without the accuracy of always giving the most frequent label, a model that does so was recommended with fewer heads.
+    Without the metric of always giving the most frequent label, a model that does so was recommended with fewer heads.
     """
     config = tf.BertConfig(**common(max_position_embeddings=32 if words > 7 else 64, num_hidden_layers=1))
     randomise(tf.BertForSequenceClassification(config)).save_pretrained(here / "model")
@@ -105,11 +115,11 @@ def test_longer_inputs_are_longer_and_guessing_is_known(words: int, lengths: lis
         chosen = Random(seed)
         rows = [{"text": " ".join(chosen.choices(WORDS, k=words)), "label": label} for label in [0, 1, 1] * 4]
         write_jsonl(here / "data" / f"{split}.jsonl", rows)
-    run(*PRUNE, 3, "model", "-d", "data", "-m", "weight-norm", "--no-repair", "-b", 4, "-o", "run")
+    run(*PRUNE, 3, "model", "-d", "data", "-m", "weight-norm", "--no-repair", "-b", 4, "-o", "run", "--metric", metric)
     metrics = metrics_of(here / "run")
     timed = [(row["batch"], row["length"]) for row in metrics["latency"]["rows"]]
     assert timed == [(size, length) for length in lengths for size in (1, 4)]
-    assert metrics["dense"]["guessing"] == pytest.approx(2 / 3)
+    assert metrics["dense"]["guessing"] == pytest.approx(guessing)
 
 
 def test_few_frames_lie_between_prune_and_the_solver(

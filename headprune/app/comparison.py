@@ -159,7 +159,8 @@ def _paired(
         here, there = values[0].common(values[1])
         return compare(values[0].some(name, here), values[1].some(other_name, there), metric)
     except (HeadPruneError, KeyError) as error:
-        notes.append(f"{error.args[0]} {_INDEPENDENT[:1].upper()}{_INDEPENDENT[1:]}")
+        why = f"The answers of {error.args[0]} are missing." if isinstance(error, KeyError) else error.args[0]
+        notes.append(f"{why} {_INDEPENDENT[:1].upper()}{_INDEPENDENT[1:]}")
         return None
 
 

@@ -8,6 +8,7 @@ documents. Other figures, such as a mean over groups of tasks, are shown without
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import importlib.util
 import math
@@ -137,7 +138,8 @@ def run_tasks(
 
     try:
         with _quiet(progress):
-            model = HFLM(pretrained=loaded.model, tokenizer=loaded.processor, batch_size=batch_size)
+            tokenizer = copy.deepcopy(loaded.processor)  # the harness sets how it pads; `loaded`'s is saved
+            model = HFLM(pretrained=loaded.model, tokenizer=tokenizer, batch_size=batch_size)
             results = lm_eval.simple_evaluate(
                 model, tasks=list(tasks), limit=limit, bootstrap_iters=0, log_samples=True
             )
@@ -156,9 +158,13 @@ def tables_of(models: Sequence[tuple[str, TaskResults]]) -> list[ValueTable]:
     (_, first), tables = models[0], []
     for task, metrics in first.items():
         values, notes = list[MetricValue](), dict[str, None]()
-        for i, metric in enumerate(metrics):
+        for metric in metrics:
             for k, (name, results) in enumerate(models):
-                value = _value(name, results[task][i], metric if k else None)
+                own = next((each for each in results.get(task, ()) if each.name == metric.name), None)
+                if own is None:
+                    notes[f"{metric.name}: that of {name} is no number."] = None
+                    continue
+                value = _value(name, own, metric if k else None)
                 values.append(value)
                 notes |= {f"{metric.name}: {value.note}": None} if value.note else {}
         size = max(len(metric.documents) for metric in metrics)
@@ -178,7 +184,7 @@ def _value(model: str, own: TaskMetric, first: TaskMetric | None) -> MetricValue
     value = MetricValue.of(
         model, own.name, own.measurement, first.measurement if first and alike else None, kind=kind, note=note
     )
-    if (change := value.change) is None or change.low <= 0 <= change.high:
+    if (change := value.change) is None or not (change.low > 0 or change.high < 0):  # or NaN
         return value
     up, down = _VERDICTS[own.higher_is_better]
     return replace(value, change=replace(change, verdict=up if change.value > 0 else down))
@@ -243,10 +249,11 @@ def _measurement_of(title: str, value: float, contributions: Sequence[Any]) -> t
     return "", Measurement(metrics, np.full(size, math.nan), np.full(size, math.nan), ones)
 
 
-# Functions of all documents for which the jackknife holds: `higher`, `width` and `lowest` of a `headprune.metrics.Metric`.
+# Functions of all documents for which the jackknife holds: `higher`, `width`, `lowest` and `highest` of a `headprune.metrics.Metric`.
 _SMOOTH = {
-    "f1_score": (True, 1.0, 0.0), "matthews_corrcoef": (True, 1.0, -1.0), "bleu": (True, 100.0, 0.0), "chrf": (True, 100.0, 0.0),
-    "chrfpp": (True, 100.0, 0.0), "ter": (False, 0.0, 0.0), "brier_score": (False, 0.0, 0.0),
+    "f1_score": (True, 1.0, 0.0, 1.0), "matthews_corrcoef": (True, 1.0, -1.0, 1.0), "bleu": (True, 100.0, 0.0, 100.0),
+    "chrf": (True, 100.0, 0.0, 100.0), "chrfpp": (True, 100.0, 0.0, 100.0), "ter": (False, 0.0, 0.0, math.inf),
+    "brier_score": (False, 0.0, 0.0, math.inf),
 }  # fmt: skip
 _GROUPS = 100  # of documents that are left out in turn: BLEU is slow
 

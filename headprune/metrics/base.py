@@ -58,25 +58,23 @@ class Jackknife:
     Attributes:
         without: ``[groups]``, each without a group of examples: a single one, or of more than `GROUPS` examples every 400th.
             NaN where the metric is not defined, such as without the only example of a class.
-        higher, width, lowest: As in `Metric`.
+        higher, width, lowest, highest: As in `Metric`.
     """
 
     without: np.ndarray
     higher: bool
     width: float
     lowest: float
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest value that the metric can have."""
-        return self.lowest, self.width if self.higher and self.width else float("inf")
+    highest: float
 
     @property
     def deviations(self) -> np.ndarray:
         """``[groups]``: how far each group moves the value, times the number of groups; their mean is 0.
 
-        A group without which the metric is not defined counts like the one that moves it most.
+        A group without which the metric is not defined counts like the one that moves it most. A single group moves nothing.
         """
+        if np.isnan(self.without).all():
+            return np.zeros(len(self.without))
         moves = (len(self.without) - 1) * (np.nanmean(self.without) - self.without)
         return np.asarray(np.where(np.isnan(moves), np.nanmax(np.abs(moves)), moves))
 
@@ -91,7 +89,7 @@ class Metric:
         score: Its value for some answers; may be NaN where it is not defined.
         higher: Whether a higher value is better.
         width: The distance from a useless to a perfect model: 1 or 100; 0 if there is no such scale.
-        lowest: The lowest value that it can have.
+        lowest, highest: The lowest and the highest value that it can have.
         percent: Whether it is shown in per cent, and its changes in points.
         relative: Whether its change is shown as a ratio minus 1.
         chance: Its value for a model that knows nothing; None if that depends on the data.
@@ -109,6 +107,7 @@ class Metric:
     relative: bool = False
     chance: float | None = None
     ranks: bool = False
+    highest: float = float("inf")
     sums: Callable[[Answers], np.ndarray] | None = None
     of: Callable[[np.ndarray], float] = float
 
@@ -147,7 +146,8 @@ class Metric:
 
     def jackknife(self, without: np.ndarray) -> Jackknife:
         """The metric's values without some examples, ``[groups]``, with its scale."""
-        return Jackknife(without, self.higher, self.width, self.lowest)
+        highest = self.width if self.higher and self.width else self.highest
+        return Jackknife(without, self.higher, self.width, self.lowest, highest)
 
     def _measure(self, answers: Answers) -> tuple[float, np.ndarray]:
         if self.sums is not None:

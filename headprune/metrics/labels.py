@@ -15,7 +15,11 @@ _OF_NUMBERS = ("neg_max_error", "neg_mean_", "neg_median_", "neg_root_", "r2", "
 _EXPLAINS = ("r2", "explained_variance", "d2_")
 _NO_PERCENT = ("neg_", *_EXPLAINS, *_CORRELATIONS, "mutual_info_score", "positive_likelihood_ratio")
 _RANKS = ("roc_auc", "average_precision", "top_k", "neg_log_loss", "neg_brier", "d2_log_loss", "d2_brier")
-_NOT_SMOOTH = ("neg_max_error", "neg_median_absolute_error")  # the jackknife does not hold (Efron 1982, section 3.4)
+_NOT_SMOOTH = (
+    "max_error",
+    "neg_max_error",
+    "neg_median_absolute_error",
+)  # the jackknife does not hold (Efron 1982, section 3.4)
 
 
 def scorer(name: str) -> Metric | None:
@@ -39,8 +43,11 @@ def scorer(name: str) -> Metric | None:
 
     width = float(percent or name in _CORRELATIONS)
     lowest = 0.0 if percent else -1.0 if width else float("-inf")
+    highest = 0.0 if name.startswith("neg_") else 1.0 if name.startswith(_EXPLAINS) else float("inf")
     chance, ranks = 0.0 if name.startswith((*_CORRELATIONS, *_EXPLAINS)) else None, name.startswith(_RANKS)
-    return Metric(name, forms, score, width=width, lowest=lowest, percent=percent, chance=chance, ranks=ranks)
+    return Metric(
+        name, forms, score, width=width, lowest=lowest, highest=highest, percent=percent, chance=chance, ranks=ranks
+    )
 
 
 @cache

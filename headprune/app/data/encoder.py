@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections import Counter
@@ -14,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from headprune.app.models import LoadedModel, positions_of
+from headprune.app.models import LoadedModel
 from headprune.app.options import DataOptions
 from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.files import digest
-from headprune.inputs import unlabelled
+from headprune.inputs import positions_of, unlabelled
 
 Row = Mapping[str, Any]
 Feature = dict[str, Any]
@@ -65,7 +66,8 @@ class Encoder:
         self, encoding: Encoding, options: DataOptions, loaded: LoadedModel, splits: Mapping[str, Any], labelled: bool
     ) -> None:
         self.encoding, self.options, self.splits, self.labelled = encoding, options, splits, labelled
-        self.model, self.config, self.processor = loaded.model, loaded.config, loaded.processor
+        self.model, self.config = loaded.model, loaded.config
+        self.processor = copy.deepcopy(loaded.processor)  # calls set how it pads and truncates; `loaded`'s is saved
         self.columns: dict[str, str] = {}
         features = next(iter(splits.values())).features
         for what, usual in encoding.columns.items():
@@ -175,7 +177,9 @@ class Encoder:
     @property
     def _most_tokens(self) -> int:
         tokenizer = getattr(self.processor, "model_max_length", None)
-        return min(tokenizer if isinstance(tokenizer, int) else sys.maxsize, positions_of(self.model) or sys.maxsize)
+        transcript = getattr(self.config, "max_target_positions", None)
+        limits = (tokenizer, positions_of(self.model), transcript)
+        return min((most for most in limits if isinstance(most, int)), default=sys.maxsize)
 
     @property
     def cut_note(self) -> str:
@@ -183,10 +187,8 @@ class Encoder:
         why = "the most that the model takes" if self.max_length >= self._most_tokens else "--max-length says where"
         return f"Texts of more than {self.max_length} tokens were cut there ({why})"
 
-    def truncate(
-        self, *texts: Any, tokenizer: Any = None, limit: int | None = None, how: str | bool = True, **options: Any
-    ) -> Any:
-        """A tokenizer's encoding of an example, cut at ``limit`` tokens (default `max_length`); sets `cut` if it was longer.
+    def truncate(self, *texts: Any, tokenizer: Any = None, how: str | bool = True, **options: Any) -> Any:
+        """A tokenizer's encoding of an example, cut at `max_length` tokens; sets `cut` if it was longer.
 
         Args:
             tokenizer: The processor by default.
@@ -194,10 +196,10 @@ class Encoder:
             options: Further arguments of the tokenizer.
         """
         encode = partial(tokenizer or self.processor, *texts, **options)
-        most = limit or self.max_length
-        coded = encode(truncation=how, max_length=most)
+        coded = encode(truncation=how, max_length=self.max_length)
         # Encoding without truncation doubles the time, so it is done only where the limit is reached.
-        if len(coded["input_ids"]) >= most and len(encode(truncation=False)["input_ids"]) > len(coded["input_ids"]):
+        whole = len(coded["input_ids"]) < self.max_length
+        if not whole and len(encode(truncation=False)["input_ids"]) > len(coded["input_ids"]):
             self.cut = True
         return coded
 

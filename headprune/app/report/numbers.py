@@ -128,9 +128,19 @@ def to_repeat(command: str) -> str:
 
 def without_place(text: str) -> str:
     """A dataset's or model's name; for a path its last part, as a published card must not show this machine's folders."""
-    return Path(text).name if os.sep in text and Path(text).exists() else text
+    path = Path(text)
+    return path.name if os.sep in text and (path.is_absolute() or path.exists()) else text
 
 
 def without_places(command: str) -> str:
-    """A command line without ``--overwrite``, its paths shortened by `without_place`."""
-    return shlex.join(without_place(part) for part in shlex.split(to_repeat(command)))
+    """A command line without ``--overwrite``, its paths shortened by `without_place`.
+
+    >>> without_places("headprune prune /models/mine --dataset=/data/a,/data/b -d org/name --overwrite")
+    'headprune prune mine --dataset=a,b -d org/name'
+    """
+
+    def shortened(part: str) -> str:
+        option, equals, value = part.partition("=") if part.startswith("--") else ("", "", part)
+        return option + equals + ",".join(map(without_place, value.split(",")))
+
+    return shlex.join(map(shortened, shlex.split(to_repeat(command))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -25,9 +26,9 @@ from headprune.app.workflow.search import PruneScene
 from headprune.arguments import Plan
 from headprune.attention import AttentionLayer, Heads
 from headprune.budgets import Fit
-from headprune.divergence import IGNORED
+from headprune.divergence import IGNORED, regresses
 from headprune.errors import HeadPruneError
-from headprune.evaluation import Measurement, compare
+from headprune.evaluation import Measurement, compare, value_of
 from headprune.exporting import Exported, export, format_named, is_exported, time_onnx
 from headprune.inputs import LABELS, writes
 from headprune.metrics import LOSSES, TEXTS, Answers, metric_named
@@ -91,7 +92,7 @@ def carry_out(fit: Fit, controls: Sequence[Order], scene: PruneScene) -> Carried
         changes=tuple(compare(dense, pruned, name) for name in scene.measures.further[1:]), answers=_changed_answers(scene, dense, pruned),
         random=tuple(measurement.metrics[metric] for measurement in random),
         over_random=compare(mean_of(random), like_random, metric),
-        also=tuple(_measure_also(scene, plan, model, part) for part in scene.parts.also),
+        also=tuple(_measure_also(scene, plan, model, part, changed=bool(repaired or trained)) for part in scene.parts.also),
         repair=repaired, finetune=trained, proof=proof, parameters=latency.parameters(model),
         flops=latency.flops(model, scene.typical_input()), checkpoint=path.name, size=size, weights=saved.weights,
         dtype=saved.dtype, loads=checkpoint.load_call(path).code(),
@@ -99,12 +100,14 @@ def carry_out(fit: Fit, controls: Sequence[Order], scene: PruneScene) -> Carried
     return result, model
 
 
-def _measure_also(scene: PruneScene, plan: PruningPlan, model: nn.Module, part: Part) -> documents.AlsoMeasured:
-    """Measure a pruned model on a second dataset."""
+def _measure_also(
+    scene: PruneScene, plan: PruningPlan, model: nn.Module, part: Part, changed: bool
+) -> documents.AlsoMeasured:
+    """Measure a pruned model, whose weights repair or training ``changed``, on a second dataset."""
     metric, gain = scene.metric, None
     dense = scene.measure("dense", scene.model, part)
     pruned = scene.measure(f"pruned {plan.asked}", model, part)
-    if scene.config.search.repair or scene.config.finetune:
+    if changed:
         gain = compare(scene.measure(f"unrepaired {plan.asked}", plan.drop, part), pruned, metric)
     measured, change = documents.Measured.of(pruned, metric), compare(dense, pruned, metric)
     return documents.AlsoMeasured(pruned=measured, change=change, gain=gain)
@@ -164,9 +167,11 @@ def guessing(scene: Scene) -> float | None:
     """The metric of a model that only guesses; see `headprune.app.documents.Dense`."""
     if scene.metric not in LOSSES:
         return metric_named(scene.metric).chance
-    if scene.metric == "perplexity":
+    if scene.metric != "accuracy" and scene.loaded.task.metric == "perplexity":  # it predicts tokens
         size = getattr(scene.loaded.config.get_text_config(), "vocab_size", None)
-        return float(size) if isinstance(size, int) else None
+        return value_of(scene.metric, math.log(size), 1) if isinstance(size, int) else None
+    if regresses(scene.model):
+        return None
     # Where an example has several labels at once, each has a most frequent value of its own; so have an answer's start and end.
     counts: dict[tuple[str, int], Counter[float]] = {}
     for feature in scene.parts.report.features:
@@ -174,12 +179,17 @@ def guessing(scene: Scene) -> float | None:
             labels = feature.get(name, [])
             for i, label in enumerate(labels if isinstance(labels, list) else [labels]):
                 several = isinstance(label, float)  # classes are whole numbers; several at once are 0.0 or 1.0
-                if several and label not in (0.0, 1.0):
+                if several and (label not in (0.0, 1.0) or not isinstance(labels, list)):
                     return None  # labels are no classes
                 if label != IGNORED:
                     counts.setdefault((name, i if several else 0), Counter())[label] += 1
     total = sum(count.total() for count in counts.values())
-    return sum(max(count.values()) for count in counts.values()) / total if total else None
+    if not total:
+        return None
+    if scene.metric == "accuracy":
+        return sum(max(count.values()) for count in counts.values()) / total
+    entropies = (n * math.log(count.total() / n) for count in counts.values() for n in count.values())
+    return value_of(scene.metric, sum(entropies), total)
 
 
 def _build_pruned(
