@@ -85,8 +85,11 @@ def encode_question(encoder: Encoder, row: Row, _: int) -> Feature | str:
     end = start + len(answers["text"][0])
     places = enumerate(zip(sequence, offsets, strict=True))
     inside = [i for i, (s, (a, b)) in places if s == 1 and a < end and b > start]
-    if not inside:
+    missing = [(start, offsets[inside[0]][0]), (offsets[inside[-1]][1], end)] if inside else [(start, end)]
+    if len(coded["input_ids"]) >= encoder.max_length and any(context[a:b].strip() for a, b in missing):
         return "with the answer behind the cut"
+    if not inside:
+        return "with an answer that is not in the context"
     return {**coded, "start_positions": inside[0], "end_positions": inside[-1]}
 
 
@@ -230,8 +233,7 @@ def encode_speech(encoder: Encoder, row: Row, _: int) -> Feature | str:
         return "without a transcript"
     extractor, tokenizer = encoder.processor.feature_extractor, encoder.processor.tokenizer
     coded = extractor(_samples(encoder, row), sampling_rate=extractor.sampling_rate, return_tensors="pt")
-    most = encoder.options.max_length or 448
-    labels = list(encoder.truncate(text, tokenizer=tokenizer, limit=most)["input_ids"])
+    labels = list(encoder.truncate(text, tokenizer=tokenizer)["input_ids"])
     if labels[:1] == [encoder.config.decoder_start_token_id]:
         labels = labels[1:]  # the model puts it there itself when it shifts the labels
     return {"input_features": coded["input_features"][0], "labels": labels}
