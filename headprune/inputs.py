@@ -89,11 +89,28 @@ def config_fields(model: nn.Module) -> list[tuple[str, Any]]:
     return [item for part in parts for item in vars(part).items()]
 
 
+def positions_of(model: nn.Module, **part: bool) -> int | None:
+    """The largest number of tokens in a text, by a transformers model's config; None without such a limit.
+
+    Args:
+        part: ``decoder=True`` for the limit of a decoder, as for ``get_text_config``.
+    """
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config(**part) if hasattr(config, "get_text_config") else config
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    # Rows of the table that no token uses: RoBERTa starts after its padding index.
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    padding = (table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None)
+    return positions - max((index + 1 for index in padding), default=0)
+
+
 def too_long(model: nn.Module, batch: Any) -> str:
     """A remark for an error message if a batch has more tokens than the model has positions; otherwise ""."""
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    most = positions_of(model)
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(ids, Tensor) or not isinstance(most, int) or ids.shape[-1] <= most:
+    if not isinstance(ids, Tensor) or most is None or ids.shape[-1] <= most:
         return ""
     return f": they have {ids.shape[-1]} tokens, the model has {most} positions (--max-length cuts them)"
 

@@ -20,6 +20,7 @@ from headprune.inputs import (
     is_encoder_decoder,
     model_device,
     move,
+    positions_of,
     tensors,
     unlabelled,
     without_labels,
@@ -31,7 +32,8 @@ from headprune.uncertainty import CONFIDENCE
 WARM_UP, MIN_RUNS, MAX_RUNS = 3, 20, 100  # rounds
 MIN_SECONDS = 1.0
 SLOW_RUNS, SLOW_SECONDS = 10, 10.0  # as many rounds are enough once they took so long
-NEW_TOKENS, MIN_ROUNDS = 16, 6  # for generation
+NEW_TOKENS = 16  # for generation
+MIN_ROUNDS = 6  # the fewest whose median has a 95 % interval: all six on one side of it have a probability of 3 %
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def benchmark(
     """Time the forward passes of models against each other, on one input.
 
     Every round runs each model once, every other round in reverse order, so that a change of the machine's speed favours no
-    model. Rounds continue until both ``min_runs`` and ``min_seconds`` are reached, but no longer than `MAX_RUNS` rounds.
+    model. Rounds continue until both ``min_runs`` and ``min_seconds`` are reached, but no longer than `MAX_RUNS` rounds, and there are
+    at least six: fewer say nothing with 95 % confidence.
 
     Args:
         models: By name; all others are compared with the first, usually the dense model. All on one device. They are timed in
@@ -168,7 +171,7 @@ def in_turn(
             arm()
     for rounds in range(MAX_RUNS):
         took = min(map(sum, times.values()))
-        enough = min_runs or (MIN_RUNS if took < 1000 * SLOW_SECONDS else SLOW_RUNS)
+        enough = max(MIN_ROUNDS, min_runs or (MIN_RUNS if took < 1000 * SLOW_SECONDS else SLOW_RUNS))
         if rounds >= enough and took >= least:
             break
         for name in arms if rounds % 2 == 0 else reversed(list(arms)):
@@ -274,10 +277,10 @@ def timer(model: nn.Module, example: Example) -> Callable[[], float]:
 
 
 def example_shape(example: Example) -> tuple[int, int]:
-    """(batch, tokens) of an example; 0 tokens if it has no ``input_ids``."""
-    first = tensors(example)[0]
+    """(batch, tokens) of an example; a batch of 1 if no tensor has dimensions, 0 tokens if it has no ``input_ids``."""
+    batch = next((len(t) for t in tensors(example) if t.ndim), 1)
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
-    return first.shape[0], ids.shape[1] if isinstance(ids, Tensor) else 0
+    return batch, ids.shape[1] if isinstance(ids, Tensor) else 0
 
 
 # -- generation: the prompt (prefill), then one token per step with a key/value cache -------------------------
@@ -331,7 +334,7 @@ def benchmark_generation(
     if not writes(dense) or not isinstance(example, Mapping):
         return None
     prompt = _prompt(dense, example)
-    most = getattr(dense.config.get_text_config(decoder=True), "max_position_embeddings", None) or 10**9
+    most = positions_of(dense, decoder=True) or 10**9
     tokens = prompt["decoder_input_ids" if is_encoder_decoder(dense) else "input_ids"]
     new = min(new, most - tokens.shape[1])
     sizes = {name: cache_bytes(model, prompt) for name, model in models.items()}

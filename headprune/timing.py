@@ -148,14 +148,15 @@ def breakdown_of(
     """The `Breakdown`, from profiled passes and ``wall``, the milliseconds of a pass without the profiler."""
     # Medians by module: an occasional interruption, such as another process, affects only few modules of a pass.
     every = [p.busy for p in passes], [p.idle for p in passes]
-    busy, idle = ({name: median(times[name] for times in each) for name in passes[0].busy} for each in every)
+    names = dict.fromkeys(name for p in passes for name in p.busy)  # some may run in some passes only
+    busy, idle = ({name: median(times.get(name, 0.0) for times in each) for name in names} for each in every)
     if model_device(model).type == "cuda":  # the profiler slows launches, but not kernels
         waiting = max(0.0, wall - sum(busy.values()))  # 0 if kernels overlap
         scale = waiting / (sum(idle.values()) or 1.0)
         idle = {name: time * scale for name, time in idle.items()}
     scale = wall / (sum(busy.values()) + sum(idle.values()))
 
-    places = ModulePlaces(model, layers, passes[0].started)
+    places = ModulePlaces(model, layers, {n: start for p in reversed(passes) for n, start in p.started.items()})
     parts = dict.fromkeys(PARTS, 0.0)
     owned: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name in busy:

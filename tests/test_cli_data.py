@@ -72,6 +72,21 @@ def test_scores_that_do_not_fit_are_left_aside(made: Path, bert_folder: Path, da
     assert "another one" in stderr_of(*whole, "-L", 30, "--scores", made, "--dry-run", code=1)
 
 
+def test_folders_that_are_no_runs_are_passed_over(made: Path, bert_folder: Path, here: Path) -> None:
+    """The newest scores.json was taken for a run's, and there was no run.json beside it, or half of one."""
+    shutil.copytree(made, here / "reports" / "run")
+    for name, files in (("other", {"scores.json": "{}"}), ("cut", {"scores.json": "{}", "run.json": "{"})):
+        for file, content in files.items():
+            (here / "reports" / name).mkdir(exist_ok=True)
+            (here / "reports" / name / file).write_text(content)
+    for typed in ([], [bert_folder]):
+        assert "Using the scores in reports/run" in run("prune", *typed, "-k", 4, *QUICK, "--dry-run").stderr
+    shutil.rmtree("reports/run")
+    assert "reports/cut/run.json is not readable" in stderr_of("prune", "-k", 4, code=1)
+    shutil.rmtree("reports/cut")
+    assert "There are no scores in reports" in stderr_of("prune", "-k", 4, code=1)
+
+
 @pytest.mark.parametrize("flag", [["--distil"], ["--method", "gradient:normalise"]], ids=lambda f: f[0])
 def test_options_for_scoring_are_not_ignored(flag: list[str], made: Path, here: Path) -> None:
     result = run("prune", "-k", 4, "--scores", made, *flag, code=1)

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,12 @@ from hypothesis import strategies as st
 
 import headprune as hp
 from headprune.app import report
-from headprune.app.documents import Cut, FinetuneRecord, Heads, Metrics, Run
+from headprune.app.documents import Cut, FinetuneRecord, Heads, Metrics, ReportValues, Run
 from headprune.app.runs import RunFolder
 from headprune.attention import AttentionLayer
 from headprune.checkpoint import about, load_call
 from headprune.documents import File, from_json
+from headprune.evaluation import Measurement
 from headprune.files import dumps, loads, read_json, write_file, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
@@ -219,6 +221,17 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
             continue
         unnoticed += {k: v for k, v in values.items() if k in data} != data
     assert not unnoticed
+
+
+def test_a_flipped_bit_in_the_values_of_a_report(tmp_path: Path) -> None:
+    """Zip, its compression and NumPy's headers raised errors of their own."""
+    path, some = tmp_path / "report.npz", np.arange(3.0)
+    ReportValues(some, some, {"dense": Measurement({}, some, some, some)}).write(path)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with suppress(hp.HeadPruneError):
+            ReportValues.read(path)
 
 
 def test_a_document_may_be_laid_out_anew_or_have_no_checksum(tmp_path: Path) -> None:

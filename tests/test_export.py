@@ -389,6 +389,9 @@ def test_a_file_in_parts_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pyt
         if renames < 2:
             hp.export(first, file, "onnx", overwrite=True)
         torch.testing.assert_close(by_onnxruntime(file, {"x": x})[0], (first if renames < 2 else second)(x)["summed"])
+    monkeypatch.undo()
+    hp.export(first, whole / "model.onnx", "onnx", overwrite=True)
+    assert [p.name for p in whole.iterdir()] == ["model.onnx"]  # without the weights of the file before
 
 
 # -- the commands: `headprune export`, `bench` and `prune --export` --------------------------------

@@ -21,6 +21,7 @@ from headprune.app.models import task_of
 from tests.support.brute import squad
 from tests.support.commands import metrics_of, run, stderr_of
 from tests.support.folders import common, sentences, tokenizer, write_jsonl
+from tests.support.stays import edit
 from tests.support.zoo import randomise
 
 pytestmark = pytest.mark.slow
@@ -202,8 +203,9 @@ def test_evaluate_gives_the_librarys_figures(name: str, here: Path) -> None:
 
 @pytest.mark.parametrize(("name", "metric"), [("questions", "squad_f1"), ("summaries", "wer"), ("ratings", "")])
 def test_a_run_is_about_the_first_metric(name: str, metric: str, here: Path, brief: None) -> None:
-    """From the first sentence to the answers that changed."""
+    """From the first sentence to the answers that changed. What is saved pads and truncates as the dense model's tokenizer does."""
     written(here, name)
+    edit(here / "m" / "tokenizer_config.json", padding_side="left")
     asked = ["--metric", metric, "--metric", "loss"] if metric else []
     run("prune", "m", "-d", "d", "-s", "one-shot", "-k", 4, "-k", 6, "-o", "run", *asked)
     found, report = metrics_of(here / "run"), (here / "run" / "report.md").read_text()
@@ -213,6 +215,9 @@ def test_a_run_is_about_the_first_metric(name: str, metric: str, here: Path, bri
     assert first in report.splitlines()[2]
     assert [change["metric"] for change in budget["changes"]] == ["loss"] * bool(metric)
     assert ("Answers that changed" in report) == bool(budget["answers"]) == bool(metric)
+    for folder in (here / "run" / f"pruned-{kept}" for kept in (4, 6)):
+        assert json.loads((folder / "tokenizer_config.json").read_text())["padding_side"] == "left"
+        assert (folder / "tokenizer.json").read_bytes() == (here / "m" / "tokenizer.json").read_bytes()
     for answer in budget["answers"]:
         assert answer["dense"] != answer["pruned"]
         assert answer["reference"][0] in json.dumps(

@@ -267,6 +267,13 @@ def test_induction_and_duplicate_token_heads(positions: int) -> None:
     assert max(first.duplicate or 0, second.induction or 0) < 0.05
 
 
+def test_induction_where_positions_begin_behind_the_padding() -> None:
+    """RoBERTa has two rows of positions that no token uses."""
+    config = tf.RobertaConfig(**common(vocab_size=100, pad_token_id=1, max_position_embeddings=24, is_decoder=True))
+    profiles = hp.profile_heads(randomise(tf.RobertaForCausalLM(config)), [{"input_ids": torch.arange(5, 19)[None]}])
+    assert profiles.repeated == 4
+
+
 def test_the_grid_of_an_image() -> None:
     """Distances are between patches, in both directions; [CLS] has no place; text's figures are not there."""
     config = tf.ViTConfig(

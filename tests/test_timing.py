@@ -115,6 +115,27 @@ def test_shares_add_up(name: str) -> None:
     assert (result.batch, result.length) == latency.example_shape(example)
 
 
+def test_modules_that_run_in_some_passes() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = nn.Linear(16, 16), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.inner(x) if self.calls % 3 else x
+
+    model = Stack([Block(16, 4, 24), Sometimes()], 16).eval()
+    layers = hp.find_attention(model, INPUT)
+    for calls in ((0, 1, 0), (1, 0, 0)):  # it does not run in a later pass, or in the first
+        passes = []
+        for model.then[1].calls in calls:
+            passes.append(timing.profiled(model, INPUT, CPU))
+        assert ["then.1.inner" in p.busy for p in passes] == [number == 0 for number in calls]
+        result = timing.breakdown_of(model, layers, (2, 0), passes, 1.0, False)
+        assert sum(result.parts.values()) == pytest.approx(1.0)
+
+
 def test_large_feed_forward_layers_are_recognised() -> None:
     model = Stack([Block(256, 4, 256)], 256)  # four times the projections' work, by matrix products of the same size
     model.then[0].five = nn.Sequential(*(nn.Linear(256, 256) for _ in range(15)))
@@ -238,16 +259,28 @@ def test_generated_tokens_and_their_cache(make: Any) -> None:
 # -- models in turn --
 
 
-def test_models_take_turns() -> None:
+@pytest.mark.parametrize("asked", [1, 6])
+def test_models_take_turns(asked: int) -> None:
+    """In six rounds at least: of one, an interval was a point, and two equal models always differed."""
     log: list[str] = []
     models = {name: nn.Identity() for name in "ab"}
     for name, model in models.items():
         model.register_forward_pre_hook(lambda *_, name=name: log.append(name + "!" * torch.is_grad_enabled()))
-    row = hp.benchmark(models, torch.zeros(2, 3), min_runs=6, min_seconds=0)
+    row = hp.benchmark(models, torch.zeros(2, 3), min_runs=asked, min_seconds=0)
     assert log[-12:] == ["a", "b", "b", "a"] * 3
     assert log[:-12].count("a") == log[:-12].count("b") == 1 + latency.WARM_UP
     assert (row.batch, row.length, list(row.speedups)) == (2, 0, ["b"])
     assert row.timings["a"].runs == row.timings["b"].runs == 6
+
+
+def test_inputs_whose_first_tensor_is_a_number() -> None:
+    class Scaled(nn.Module):
+        def forward(self, scale: Tensor, x: Tensor | None = None) -> Tensor:
+            return scale if x is None else scale * x
+
+    for more, batch in (({"x": torch.zeros(5, 3)}, 5), ({}, 1)):
+        row = hp.benchmark({"a": Scaled()}, {"scale": torch.tensor(2.0), **more}, min_seconds=0)
+        assert (row.batch, row.length) == (batch, 0)
 
 
 def test_models_keep_their_mode() -> None:

@@ -91,6 +91,23 @@ def test_a_pruned_model_of_its_own_class_loads_where_its_code_may_run(infected: 
     refuses("cannot build", hp.load, folder, trust_remote_code=True)
 
 
+@pytest.mark.parametrize("name", ["Mine", "BertForSequenceClassification"])
+def test_a_class_of_its_own_with_transformers_config(name: str, bert_folder: Path, here: Path) -> None:
+    """Its code goes along, also from one saved folder to the next; a class may be named as one of transformers."""
+    shutil.copytree(bert_folder, "own")
+    Path("own/more.py").write_text("from transformers import BertForSequenceClassification as Base\n")
+    Path("own/mine.py").write_text(f"from .more import Base\nclass {name}(Base):\n    mine = True\n")
+    edit(Path("own/config.json"), auto_map={"AutoModelForSequenceClassification": f"mine.{name}"})
+    model = tf.AutoModelForSequenceClassification.from_pretrained("own", trust_remote_code=True).eval()
+    hp.prune(model, {"L0": [1]})
+    shutil.rmtree("own")
+    for folder in ("first", "second"):
+        card = (hp.save(model, folder) / "README.md").read_text()
+        assert 'headprune.load("path/to/this/folder", trust_remote_code=True)' in card
+        model = hp.load(folder, trust_remote_code=True)
+        assert (type(model).__name__, model.mine) == (name, True)
+
+
 @pytest.mark.slow
 def test_a_model_of_its_own_class_is_pruned_to_the_end(infected: Path, data_folder: Path) -> None:
     """All of the work was done, and then the folder could not be loaded again."""

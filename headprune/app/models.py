@@ -18,7 +18,7 @@ from headprune.app.options import TASKS, LoadOptions, Task
 from headprune.divergence import regresses
 from headprune.errors import HeadPruneError, first_line
 from headprune.input_specs import build, of_config, with_own_dtype
-from headprune.inputs import model_device, move
+from headprune.inputs import model_device, move, positions_of
 from headprune.offload import make_loaders_copy
 
 _BASE, _USUAL = Task("base", "", "text", ""), LoadOptions()
@@ -207,18 +207,6 @@ def dummy_input(loaded: LoadedModel, batch: int, length: int) -> dict[str, Any]:
             return dict(example)
     hint = f"Say what it is for with --task: {', '.join(TASKS)}."
     raise HeadPruneError(f"It is not known what {type(model).__name__} takes.", hint)
-
-
-def positions_of(model: nn.Module) -> int | None:
-    """The largest number of tokens in a text, by a transformers model's config; None if the config has no such limit."""
-    config: Any = model.config
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions <= 0:
-        return None
-    # Rows of the table that no token uses: RoBERTa starts after its padding index.
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    padding = (table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None)
-    return positions - max((index + 1 for index in padding), default=0)
 
 
 def check_length(loaded: LoadedModel, length: int) -> None:

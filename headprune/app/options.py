@@ -117,8 +117,8 @@ class MetricOptions:
 
         for name in self.metric:
             metric_named(name)
-        if len({*self.metric}) < len(self.metric):
-            raise HeadPruneError(f"--metric {self.metric[0]} is there twice.", "Give each metric once.")
+            if self.metric.count(name) > 1:
+                raise HeadPruneError(f"--metric {name} is there twice.", "Give each metric once.")
 
 
 @dataclass(frozen=True)

@@ -373,16 +373,18 @@ def check_free(folder: Folder, overwrite: bool) -> None:
 
 def newest_scores(output: Path | None, model: str | None = None) -> RunFolder | None:
     """The run with the newest scores (of ``model``): ``output`` itself, or one under it (default ``reports/``)."""
-    root = output or REPORTS
-    for path in (root, *root.glob("*/")):
-        RunFolder(path).settle()
-    paths = [p for p in (root / "scores.json", *root.glob("*/scores.json")) if p.is_file()]
-    for path in sorted(paths, key=lambda p: p.stat().st_mtime, reverse=True):
-        folder = RunFolder(path.parent)
-        if model is None or (scored := folder.read_run().options.model) == model:
-            return folder
-        if Path(scored).exists() and Path(model).exists() and Path(scored).samefile(model):
-            return folder
+    folders = [RunFolder(path) for path in (output or REPORTS, *(output or REPORTS).glob("*/"))]
+    for folder in folders:
+        folder.settle()
+    runs = [folder for folder in folders if folder.scores_path.is_file() and folder.run_path.is_file()]
+    runs.sort(key=lambda folder: folder.scores_path.stat().st_mtime, reverse=True)
+    for folder in runs:
+        with suppress(HeadPruneError, OSError, ValueError):  # it is damaged, or a model is no path
+            scored = folder.read_run().options.model
+            if model is None or scored == model or Path(scored).samefile(model):
+                return folder
+    for folder in runs:
+        folder.read_run()  # what is damaged may be what was asked for
     return None
 
 

@@ -25,6 +25,7 @@ from headprune.files import read_json
 SIDECAR = "headprune.json"
 MODULE = "modeling_headprune"
 FILE = f"{MODULE}.py"
+_STOCK = "transformers.models."
 _SOURCES = ("modules", "hooks", "structure")  # of headprune.pruned, in the order in which they import each other
 
 
@@ -61,17 +62,17 @@ def load_call(folder: str | Path) -> LoadCall:
     import transformers
 
     path = Path(folder)
-    why = str(read_json(path / SIDECAR, "checkpoint").get("why_not_stock", ""))
-    config = read_config(path)
+    sidecar, config = read_json(path / SIDECAR, "checkpoint"), read_config(path)
     try:
         name, maps = str(config["architectures"][0]), dict(config.get("auto_map", {}))
     except (ValueError, LookupError, TypeError):
         return LoadCall("")
     if "headprune" in config:
         auto = _usual((auto for auto, cls in maps.items() if cls == f"{MODULE}.{name}"), name)
-        return LoadCall(auto, bool(auto), why)
+        return LoadCall(auto, bool(auto), str(sidecar.get("why_not_stock", "")))
     cls: Any = getattr(transformers, name, None)
-    if getattr(cls, "config_class", None) is None:  # the name is from a file
+    own = not str(sidecar.get("class")).startswith(_STOCK)  # which may have the name of a stock class
+    if own or getattr(cls, "config_class", None) is None:  # the name is from a file
         return LoadCall("", own_class(config, name) is not None)
     return LoadCall(_usual((auto for auto, own in auto_classes(cls).items() if own == name), name) or name)
 
@@ -91,6 +92,17 @@ def own_class(config: Mapping[str, Any], name: str) -> str | None:
     maps = config.get("auto_map")
     references = maps.values() if isinstance(maps, dict) else ()
     return next((r for r in references if isinstance(r, str) and r.rpartition(".")[2] == name), None)
+
+
+def copy_code(cls: type, folder: Path, config: Any) -> None:
+    """Copy the code of a custom class that the config names in ``auto_map``, and name that copy there."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    maps = getattr(config, "auto_map", None) or {}
+    if own := own_class({"auto_map": maps}, cls.__name__):
+        here = f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"  # the code may have come from a repository
+        config.auto_map = {auto: here if reference == own else reference for auto, reference in maps.items()}
+        custom_object_save(cls, folder)
 
 
 def auto_classes(cls: type) -> dict[str, str]:
@@ -136,7 +148,7 @@ def dense_class(model: nn.Module) -> type:
 
 def is_stock(cls: type) -> bool:
     """Whether a class is one of transformers' models."""
-    return cls.__module__.startswith("transformers.models.")
+    return cls.__module__.startswith(_STOCK)
 
 
 def plain_config(model: nn.Module) -> Any:

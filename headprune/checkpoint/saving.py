@@ -259,6 +259,8 @@ def _write_config(model: Any, folder: Path, cls: type, dtype: torch.dtype, struc
         write_file(folder / remote_code.FILE, remote_code.code_for(cls, __version__))
     else:
         (folder / remote_code.FILE).unlink(missing_ok=True)  # from another model saved there before
+        if not is_stock(cls):
+            remote_code.copy_code(cls, folder, config)
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None and writes(model):
         model.generation_config.save_pretrained(folder)

@@ -128,6 +128,8 @@ def _replace_file(path: Path, overwrite: bool) -> Iterator[Path]:
                 path.unlink(missing_ok=True)
             for name in (*others, path.name):  # the file that names the others comes last
                 os.replace(folder / name, path.with_name(name))
+            if overwrite and not others and path.suffix == ".onnx":  # weights of the file that was replaced
+                path.with_name(f"{path.name}.data").unlink(missing_ok=True)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -20,7 +20,15 @@ from headprune.arguments import layers_for, listed
 from headprune.attention import AttentionLayer, Layers
 from headprune.batches import Rows, nonempty
 from headprune.errors import HeadPruneError
-from headprune.inputs import Example, check_model, inputs_of, is_encoder_decoder, vocabulary_size, without_labels
+from headprune.inputs import (
+    Example,
+    check_model,
+    inputs_of,
+    is_encoder_decoder,
+    positions_of,
+    vocabulary_size,
+    without_labels,
+)
 from headprune.running import quiet
 from headprune.seeing.maps import Weights, attention_weights, collect, collect_by_example, on_device, rows_of
 from headprune.seeing.sums import (
@@ -247,8 +255,8 @@ def _repeated_sums(
     # If all texts begin with one token, such as <s>, so does this input.
     firsts = torch.cat([i[:, 0] for i in ids])
     begun = len(firsts) > 1 and bool((firsts == firsts[0]).all())
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    length = min(_TOKENS, (most - begun) // 2) if isinstance(most, int) else _TOKENS
+    most = positions_of(model)
+    length = _TOKENS if most is None else min(_TOKENS, (most - begun) // 2)
     if length < _FEWEST:
         return {}
     generator = torch.Generator().manual_seed(seed)

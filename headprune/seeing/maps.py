@@ -182,8 +182,8 @@ def attention_maps(
             why = collector.unclear.get(layer.module, "its attention weights cannot be seen.")
             hint = f"They must be a softmax over the keys, with a dimension of {layer.num_heads} heads."
             if unseen is None:
-                raise HeadPruneError(f"Layer {layer.name}: {why}", hint)
-            unseen[layer.name] = f"Layer {layer.name}: {why}"
+                raise HeadPruneError(f"Layer {layer.title}: {why}", hint)
+            unseen[layer.name] = f"Layer {layer.title}: {why}"
 
 
 class _Collector(TorchFunctionMode):
@@ -215,7 +215,7 @@ class _Collector(TorchFunctionMode):
         finally:
             _, count = self.running.pop()
             if count % max(self.layers[name]):
-                self.unclear[name] = f"which of {count} attentions in {name} is its own is not clear."
+                self.unclear[name] = f"which of {count} attentions in {name or 'the model'} is its own is not clear."
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -263,7 +263,7 @@ def _by_head(
     unclear = rows != examples or (folded and rows > 1 < heads)
     if unclear and (examples > 1 or folded):
         what = f"attention weights of shape {shape}"
-        raise RowsError(f"Layer {layer.name}: {what} cannot be split into {examples} examples.")
+        raise RowsError(f"Layer {layer.title}: {what} cannot be split into {examples} examples.")
     windowed = unclear  # rows are the windows of one example: their queries are concatenated
     windows = prod(inner[:-2]) * (rows if windowed else 1)
 

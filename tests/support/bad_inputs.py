@@ -158,7 +158,7 @@ TYPED: list[Row] = [
     *rows("no effort '.*Choose from low, normal, high.", f"{PRUNE} --keep 4 --effort …", "highest some"),
     *rows("takes no scores", f"{PRUNE} --keep 2 -s compensated …", "--method=gradient --distil"),
     *rows("There is no metric '.*Choose from accuracy", f"{PRUNE} --keep 4 --metric …", "F1 macro"),
-    row(f"{PRUNE} --keep 4 --metric f1 --metric f1", "--metric f1 is there twice"),
+    row(f"{PRUNE} --keep 4 --metric f1 --metric loss --metric loss", "--metric loss is there twice"),
     *rows("in the range|should be|valid int", f"{PRUNE} -k 2 --metric f1 --…", "num-beams=0 max-new-tokens=-1", 2),
     *rows("no number of epochs", f"{PRUNE} --keep 4 --finetune …", "-1 0 nan inf"),
     row(f"{PRUNE} --keep 4 --export gguf --export pdf", "no export format 'pdf'"),

@@ -7,6 +7,7 @@ one. The saved folder is what is measured, its weights widened to float32 again,
 
 from __future__ import annotations
 
+import copy
 import platform
 import re
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from torch import nn
 from headprune import __version__, checkpoint, latency
 from headprune.app.data import DataParts, Part, load_parts
 from headprune.app.documents import Cut, Environment, Examples, Training
-from headprune.app.models import LoadedModel, load_model, numbers_given, positions_of
+from headprune.app.models import LoadedModel, load_model, numbers_given
 from headprune.app.options import DataOptions, FinetuneOptions, MetricOptions, Options
 from headprune.app.runs import RunFolder
 from headprune.app.sources import name_of, narrow, placed, placing_of, stored_size, widen
@@ -31,7 +32,7 @@ from headprune.errors import HeadPruneError, PruneError, ScoresError, first_line
 from headprune.evaluation import Measurement, Texts, evaluate
 from headprune.fingerprint import config_hash, fingerprint, has_identity, identity, processor_hash
 from headprune.generation import Generation, Spans
-from headprune.inputs import call, model_device, move, unlabelled, without_labels
+from headprune.inputs import call, model_device, move, positions_of, unlabelled, without_labels
 from headprune.metrics import TEXTS, metric_named
 from headprune.offload import copied
 from headprune.parallel import current
@@ -107,13 +108,14 @@ class Measures:
         if not any(TEXTS in metric_named(name).forms for name in self.further):
             return None
         loaded, options, rows = self.loaded, self.options, [part.row(i) for i in part.order()]
+        processor = copy.deepcopy(loaded.processor)  # calls set how it truncates; `loaded`'s is saved
         if loaded.task.name == "question-answering":
-            return Spans(loaded.processor, rows, part.columns)
+            return Spans(processor, rows, part.columns)
         if loaded.task.name not in ("seq2seq", "speech-seq2seq"):
             hint = "Choose another metric (docs/metrics.md lists them by task)."
             raise HeadPruneError(f"A model for {loaded.task.name} gives no texts to compare.", hint)
         target = part.columns.get("target") or part.columns["transcript"]
-        tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
+        tokenizer = getattr(processor, "tokenizer", processor)
         given = {"max_new_tokens": options.max_new_tokens, "num_beams": options.num_beams}
         return Generation(tokenizer, [str(row[target]) for row in rows], **given)
 
