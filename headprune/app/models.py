@@ -142,7 +142,8 @@ def _load_saved(source: str, options: LoadOptions, dtype: torch.dtype | str, hal
     Args:
         half: The half precision to widen it from, if any.
     """
-    places = sources.placing_of(options) or {"device": sources.pick_device(options.device)}
+    places = sources.placing_of(options.device_map, options.device_memory)
+    places = places or {"device": sources.pick_device(options.device)}
     model = checkpoint.load(source, **places, trust_remote_code=options.trust_remote_code)
     if half is not None:
         sources.widen(model)
@@ -161,7 +162,8 @@ def _load_dense(
         HeadPruneError: It does not load, some of its weights are missing (a randomly initialized head would be measured as if it
             were trained), or it is another model than its config says.
     """
-    auto, placing = getattr(transformers, kind.auto_class), sources.placing_of(options)
+    auto = getattr(transformers, kind.auto_class)
+    placing = sources.placing_of(options.device_map, options.device_memory)
     how = {"config": config, "dtype": dtype, **common, **placing}
     with _translate_errors(source, f"{source} does not load as {kind.auto_class}", "Check --task and the folder."):
         model, info = auto.from_pretrained(source, output_loading_info=True, **how)

@@ -195,7 +195,7 @@ class LoadOptions:
 
         if self.task is not None:
             registered(TASKS, "task", self.task)
-        if placing_of(self) and self.device != "auto":
+        if placing_of(self.device_map, self.device_memory) and self.device != "auto":
             raise HeadPruneError("--device and --device-map both say where the model goes.", "Give one of them.")
 
 

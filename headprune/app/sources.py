@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from headprune import checkpoint
-from headprune.app.options import LoadOptions
 from headprune.errors import HeadPruneError, check_text, first_line, registered
 from headprune.files import recover_folder
 from headprune.fingerprint import HALVES
@@ -131,13 +130,12 @@ def placed(model: nn.Module) -> str:
     return ", ".join(f"{named[place]} ({size / 2**20:,.0f} MiB)" for place, size in places.items())
 
 
-def placing_of(options: LoadOptions) -> dict[str, Any]:
+def placing_of(device_map: str | None, memory: str | None) -> dict[str, Any]:
     """The arguments of ``from_pretrained`` that spread weights over devices; {} without a device map.
 
     Raises:
         HeadPruneError: An invalid map or amount; an amount without a map.
     """
-    device_map, memory = options.device_map, options.device_memory
     if device_map is None:
         if memory is not None:
             raise HeadPruneError("--device-memory has no use without --device-map.", "Add --device-map auto.")

@@ -228,7 +228,7 @@ class Scene:
     def load(self, path: Path) -> nn.Module:
         """Load a saved model, to measure it."""
         loading = self.options.loading
-        places = placing_of(loading) or {"device": model_device(self.model)}
+        places = placing_of(loading.device_map, loading.device_memory) or {"device": model_device(self.model)}
         # The code in the folder came with the dense model.
         model = checkpoint.load(path, **places, as_saved=True, trust_remote_code=loading.trust_remote_code)
         if self.loaded.stored is not None:
