@@ -140,6 +140,11 @@ class AttentionLayer:
         return f"AttentionLayer(L{self.index} {name!r}: {self.kind}, {heads})"
 
     @property
+    def title(self) -> str:
+        """What messages call it: its name, or ``L0`` if it has none because the model itself is the attention module."""
+        return self.name or f"L{self.index}"
+
+    @property
     def mask_point(self) -> HeadFeatures | None:
         """Where single heads are switched off: `gate` if there is one, else `output_projection`; None where neither is known."""
         return self.gate or self.output_projection
@@ -232,22 +237,23 @@ def check_heads(heads: Mapping[str, Sequence[int]], layers: Layers) -> Heads:
         raise HeadPruneError(message, "Give a plan, or a dict {layer_name: [head, …]}.")
     for name, indices in heads.items():
         layer = layer_named(name, layers)
+        title = name or layer.title
         listed = list(indices) if isinstance(indices, Iterable) else [indices]
         try:
             if any(isinstance(h, bool) for h in listed):
                 raise TypeError
             listed = [operator.index(h) for h in listed]
         except TypeError:
-            message = f"Layer {name}: {indices!r} is no list of heads."
+            message = f"Layer {title}: {indices!r} is no list of heads."
             raise HeadPruneError(message, "Heads are whole numbers, such as [0, 3].") from None
         for h in listed:
             if not 0 <= h < layer.num_heads:
-                message = f"Layer {name} has no head {h}."
+                message = f"Layer {title} has no head {h}."
                 raise HeadPruneError(message, f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}.")
         if repeats := sorted({h for h in listed if listed.count(h) > 1}):
-            raise HeadPruneError(f"Layer {name}: head {repeats[0]} is listed twice.")
+            raise HeadPruneError(f"Layer {title}: head {repeats[0]} is listed twice.")
         if layer.name in result:
-            raise HeadPruneError(f"Layer {name} is named twice.", "Put its heads in one list.")
+            raise HeadPruneError(f"Layer {title} is named twice.", "Put its heads in one list.")
         result[layer.name] = sorted(listed)
     return {layer.name: result[layer.name] for layer in layers if result.get(layer.name)}
 
@@ -276,7 +282,7 @@ def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
         HeadPruneError: The layer is not prunable, or the key/value groups would keep different numbers of query heads.
     """
     if not layer.prunable:
-        raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {layer.reason}.")
+        raise HeadPruneError(f"Layer {layer.title} cannot be pruned: {layer.reason}.")
     if not layer.groups:
         return
     left = [len(set(unit) - set(dropped)) for unit in layer.units]
@@ -285,7 +291,7 @@ def check_possible(layer: AttentionLayer, dropped: Sequence[int]) -> None:
         part = next(unit for unit in layer.units if 0 < len(set(unit) & set(dropped)) < len(unit))
         head = next(h for h in part if h in dropped)
         raise HeadPruneError(
-            f"Layer {layer.name}: head {head} cannot go alone: its key/value groups would keep {counts} query heads, "
+            f"Layer {layer.title}: head {head} cannot go alone: its key/value groups would keep {counts} query heads, "
             "but groups must stay equal.",
             f"Drop whole groups (such as heads {', '.join(map(str, part))}) or the same number of heads from each.",
         )

@@ -51,7 +51,7 @@ def gated(
         for name, gate in gates.items():
             layer = by_name[name]
             if layer.mask_point is None:
-                raise HeadPruneError(f"Layer {name} cannot be masked: {layer.reason}.")
+                raise HeadPruneError(f"Layer {layer.title} cannot be masked: {layer.reason}.")
             change = _scaling(layer, layer.mask_point, gate, (fill or {}).get(name))
             stack.callback(hook_heads(model, layer, layer.mask_point.module, change))
         yield
@@ -133,7 +133,7 @@ def check_width(layer: AttentionLayer, place: HeadFeatures, width: int) -> None:
         HeadPruneError: It has.
     """
     if max(map(max, place.features)) >= width:
-        message = f"Layer {layer.name} is not as it was traced: W_O has only {width} inputs."
+        message = f"Layer {layer.title} is not as it was traced: W_O has only {width} inputs."
         raise HeadPruneError(message, "The model was pruned since; call find_attention again.")
 
 
@@ -164,7 +164,7 @@ def _scaling(
         if gate.ndim > 1:
             rows, examples = hidden.shape[0], gate.shape[0]
             if rows % examples:
-                raise RowsError(f"Layer {layer.name}: {rows} rows cannot be told apart as {examples} examples.")
+                raise RowsError(f"Layer {layer.title}: {rows} rows cannot be told apart as {examples} examples.")
             if rows != examples:  # tokens or windows of every example: rows of one example stay together
                 factor = factor.repeat_interleave(rows // examples, dim=0)
             factor = factor.view(-1, *[1] * (hidden.ndim - 2), hidden.shape[-1])

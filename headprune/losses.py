@@ -186,8 +186,8 @@ class ExampleLoss:
 
 def _not_each(loss: Any, size: int) -> HeadPruneError:
     shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-    message = f"loss_fn returned {shape} for {size} examples, not one loss per example."
-    return HeadPruneError(message, 'Use reduction="none" and average over everything but the batch.')
+    message = f"The loss of {size} examples is {shape}, not one loss per example."
+    return HeadPruneError(message, 'A loss_fn needs reduction="none", and a mean over everything but the batch.')
 
 
 def _without_none(model: nn.Module, batch: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.batches import Rows
 from headprune.conventions import find_label_use
+from headprune.losses import ExampleLoss
 from tests.support import causal
 from tests.support.causal import Labelless, OwnLoss, Wrapped, my_gpt, own_loss, regression, singles, texts, tiny
 from tests.support.errors import refuses
@@ -305,6 +306,13 @@ def test_a_label_that_is_no_class_is_named(wrap: Callable[[nn.Module], nn.Module
     batch = {**texts(), "labels": torch.tensor([0, 1, 2, 5])}
     for ask in (lambda: hp.evaluate(model, [batch]), lambda: hp.score(model, [batch])):
         refuses("Label 5 does not fit the model's head, which has 3 classes", ask)
+
+
+def test_one_loss_of_several_examples_is_no_loss_fns() -> None:
+    """The error said what loss_fn returned, and there was none."""
+    model, example = llama()
+    error = refuses("not one loss per example", ExampleLoss(model).outcome, labelled(model, example))
+    assert str(error).startswith(f"The loss of {len(example['input_ids'])} examples is (1,)")
 
 
 def test_texts_of_one_token_are_told() -> None:

@@ -201,6 +201,11 @@ def test_files_and_agreement(tmp_path: Path) -> None:
     torch.testing.assert_close(back.matrix, s.matrix, rtol=1e-6, atol=1e-12)
     same = hp.agreement(s, back)
     assert (same.spearman, same.kendall, same.top_half) == (pytest.approx(1), pytest.approx(1), 1)
+    for top in (-2, 0, len(s.labels()) + 1):
+        refuses(f"top is {top}, and there are {len(s.labels())} heads", hp.agreement, s, back, top=top)
+    for wrong in ("x", 2, True):
+        dataclasses.replace(s, details={"reliability": wrong}).save(tmp_path / "edited.json")
+        refuses("reliability is .*, which is no number", hp.HeadScores.load, tmp_path / "edited.json")
 
 
 @pytest.mark.parametrize(("method", "seed", "message"), [
@@ -320,6 +325,30 @@ def test_replay_of_odd_modules(kind: type[Plain], size: int) -> None:
         for head in (0, 2):
             expected = loss(without(model, scores.layers, {layer.name: [head]}), batches) - loss(model, batches)
             torch.testing.assert_close(scores.values[layer.name][head], expected, rtol=1e-4, atol=1e-5)
+
+
+class OfLongTexts(Plain):
+    """Short texts skip the second layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return self.head((x + self.second(x) if x.shape[1] > 4 else x).mean(1))
+
+
+@pytest.mark.parametrize("method", [m for m in WEIGHING if m != "weight-norm"])
+def test_a_layer_that_does_not_run_on_some_batch(method: str) -> None:
+    """It has no effect there, and where it never runs none at all: three methods ended in a KeyError or a RuntimeError."""
+    model, (x, y) = randomise(OfLongTexts()), pair()
+    layers, scoring = hp.find_attention(model, x), quick(method, "permutations=4", "steps=8")
+    scores = hp.score(model, [(x[:3], y[:3]), (x[3:, :3], y[3:])], scoring, loss_fn=cross_entropy, layers=layers)
+    assert scores.flat().isfinite().all()
+    assert scores.values["second"].abs().min() > 0
+    never = hp.score(model, [(x[:, :3], y)], scoring, loss_fn=cross_entropy, layers=layers)
+    assert not never.values["second"].any()
+    assert never.values["first"].abs().min() > 0
+    long = hp.score(model, [(x[:3], y[:3])], scoring, loss_fn=cross_entropy, layers=layers)
+    if method in ("mean-ablation", "resample-ablation", "output-norm"):
+        torch.testing.assert_close(scores.values["second"], long.values["second"] / 2, rtol=1e-4, atol=1e-7)
 
 
 def test_layers_in_any_order() -> None:
@@ -442,6 +471,14 @@ def test_drawn_labels_do_not_depend_on_batches_or_padding(method: str) -> None:
     a, b, c = (hp.score(model, x, method).flat() for x in ([example], batches, [padded]))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-6)
+
+
+def test_the_dense_model_does_not_diverge_from_itself() -> None:
+    """The loss of drawn labels was given for the mean divergence."""
+    model, batches = small()
+    for method in ("ablation", "ablation:examples=2", "gradient", "fisher"):
+        assert hp.score(model, batches, method, distil=True).details["mean_loss"] == pytest.approx(0, abs=1e-6)
+        assert hp.score(model, batches, method).details["mean_loss"] > 0.1
 
 
 def test_labels_in_some_batches_only() -> None:
@@ -610,6 +647,13 @@ def test_normalised_scores() -> None:
         torch.testing.assert_close(unit.values[layer.name], plain.values[layer.name] / norm)
         torch.testing.assert_close(unit.stderr[layer.name], plain.stderr[layer.name] / norm)
     assert "L2 norm" in unit.unit
+    plain, unit = (hp.score(model, [batch], f"ablation:examples=2{more}") for more in ("", ",normalise"))
+    ratio = torch.tensor(unit.details["sampling_stderr"]) / torch.tensor(plain.details["sampling_stderr"])
+    torch.testing.assert_close(ratio.double(), unit.flat() / plain.flat(), rtol=1e-4, atol=0)
+    plain, unit = (hp.score(model, [batch], method) for method in ("fisher", "fisher:normalise"))
+    scale = (unit.flat() / plain.flat()).sqrt()  # of gates, whose Fisher matrix it is
+    torch.testing.assert_close(unit.matrix, plain.matrix * scale * scale[:, None])
+    torch.testing.assert_close(unit.matrix.diagonal(), unit.flat())
 
 
 def test_fisher_and_signed_gradient_come_from_one_examples_gradients() -> None:

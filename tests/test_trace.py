@@ -92,6 +92,65 @@ def test_several_attentions_in_a_module_and_a_module_for_each_head() -> None:
     refuses(r"0\.heads\.0 cannot be pruned: it is a head by itself", hp.prune, model, {"0.heads.0": [0]}, X)
 
 
+class Scaled(Attention):
+    """A scale for each head."""
+
+    def build(self) -> None:
+        self.scale = nn.Parameter(torch.ones(HEADS, 1, 1))
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = super().split(x)
+        return q * self.scale, k, v
+
+
+def test_a_model_that_is_the_attention_module_itself() -> None:
+    """Its name is empty: its table was missed, and messages named no layer."""
+    model = randomise(Scaled())
+    (layer,) = hp.find_attention(model, X)
+    assert [table.name for table in layer.tables] == ["scale"]
+    with hp.mask(model, {"": [1]}, layers=[layer]):
+        masked = answer(model, X)
+    hp.prune(model, {"": [1]}, X)
+    torch.testing.assert_close(answer(model, X), masked)
+    refuses("Layer L0 has no head 9", hp.prune, model, {"": [9]}, X)
+    refuses("Layer L0 cannot be pruned: its output projection", hp.prune, randomise(odd.OwnWeight()), {"": [1]}, X)
+
+
+class ByKeyword(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(bias=self.bias, weight=self.weight, input=x)
+
+
+class ConvolvedByKeyword(nn.Conv1d):
+    def __init__(self, *size: int) -> None:
+        super().__init__(*size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(bias=self.bias, weight=self.weight, input=x.mT).mT
+
+
+@pytest.mark.parametrize("kind", [ByKeyword, ConvolvedByKeyword])
+def test_linear_layers_called_by_keywords(kind: type[nn.Module]) -> None:
+    class Own(Attention):
+        def build(self) -> None:
+            self.qkv, self.o = kind(WIDTH, 3 * WIDTH), kind(WIDTH, WIDTH)
+
+    (layer,) = hp.find_attention(nn.Sequential(randomise(Own())), X)
+    assert (layer.prunable, layer.head_dim) == (True, SIZE)
+    assert [part.module for part in layer.projections] == ["0.qkv"]
+
+
+@pytest.mark.parametrize("blocked", [-1e4, -1e9, torch.finfo(torch.float32).min, float("-inf"), -1.0])
+def test_a_causal_mask_of_any_large_number(blocked: float) -> None:
+    class Causal(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            later = torch.full((x.shape[1], x.shape[1]), blocked).triu(1)
+            return self.o(self.attend(x, attn_mask=later))
+
+    (layer,) = hp.find_attention(nn.Sequential(Causal()), X)
+    assert layer.kind == ("encoder" if blocked == -1 else "decoder")
+
+
 class Router(nn.Module):
     def __init__(self) -> None:
         super().__init__()

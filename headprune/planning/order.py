@@ -74,7 +74,7 @@ def _address(text: str, layers: Layers) -> tuple[AttentionLayer, Iterable[int]]:
         return layer, range(layer.num_heads)
     layer, head = layer_named(single[1], layers), int(single[2])
     if head >= layer.num_heads:
-        message = f"Layer {layer.name} has no head {head}."
+        message = f"Layer {layer.title} has no head {head}."
         raise HeadPruneError(message, f"It has {layer.num_heads}: 0 to {layer.num_heads - 1}.")
     return layer, [head]
 
@@ -144,7 +144,7 @@ def why_stay(layers: Layers, constraints: Constraints) -> tuple[str, ...]:
     fixed = [layer for layer in layers if not layer.prunable]
     if fixed:
         more = f" and {len(fixed) - 1} more" if len(fixed) > 1 else ""
-        reasons.append(f"{fixed[0].name}{more}: {fixed[0].reason}")
+        reasons.append(f"{fixed[0].title}{more}: {fixed[0].reason}")
     if constraints.protect:
         reasons.append(f"protected: {addresses(constraints.protect, layers)}")
     if constraints.min_heads:

@@ -359,5 +359,5 @@ def folds_of(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
 
 
 def _not_finite(layer: AttentionLayer, what: str) -> HeadPruneError:
-    message = f"Layer {layer.name} cannot be repaired: {what} not finite."
+    message = f"Layer {layer.title} cannot be repaired: {what} not finite."
     return HeadPruneError(message, "Leave out the example that does it, use --dtype float32, or do without repair.")

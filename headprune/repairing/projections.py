@@ -177,7 +177,7 @@ def output_projections(model: nn.Module, layers: Layers, notes: list[str], biase
     real = dict(model.named_modules())
     for layer in layers:
         if why := _why_not(layer):
-            notes.append(f"{layer.name} keeps its old weights: {why}.")
+            notes.append(f"{layer.title} keeps its old weights: {why}.")
         elif layer.output_projection:
             by_module.setdefault(layer.output_projection.module, []).append(layer)
     sources = Counter(layer.values.module for layer in layers if layer.values)
@@ -189,7 +189,7 @@ def output_projections(model: nn.Module, layers: Layers, notes: list[str], biase
         for name, those in by_module.items():
             projection: Any = model.get_submodule(name)
             if why := _not_plain(projection, owners):
-                notes.append(f"{those[0].name} keeps its old weights: {name} {why}.")
+                notes.append(f"{those[0].title} keeps its old weights: {name} {why}.")
             else:
                 matrix, bias = matrix_of(projection), bias_of(projection)
                 addable = biases and isinstance(projection, nn.Linear) and real.get(name) is projection

@@ -125,9 +125,9 @@ def _scores(name: str, problem: Problem, own: str, losses: ExampleLoss) -> HeadS
     except DisagreementError:
         own_estimate = run(replace(problem, replays=False, store=problem.store.keyed("without-replays")))
     estimate = current().first("estimate", lambda: own_estimate)  # ranks differ in memory and time: rank 0's counts
-    details = {**estimate.details, "loss": losses.about}
     if problem.settings.normalise:
         unit, estimate = f"{unit}, each layer divided by its L2 norm", _normalised(problem, estimate)
+    details = {**estimate.details, "loss": losses.about}
     effects = None if estimate.effects is None else estimate.effects.cpu().double().numpy()
     if effects is not None and (reliability := split_half(effects, problem.seed)) is not None:
         details["reliability"] = reliability
@@ -139,6 +139,4 @@ def _scores(name: str, problem: Problem, own: str, losses: ExampleLoss) -> HeadS
 def _normalised(problem: Problem, estimate: Estimate) -> Estimate:
     """Each layer's scores divided by their L2 norm (Michel et al. 2019, section 4.1)."""
     parts = problem.split(estimate.values).values()
-    norm = torch.cat([part.norm().clamp(min=1e-300).expand(len(part)) for part in parts])
-    effects = None if estimate.effects is None else estimate.effects / norm
-    return replace(estimate, values=estimate.values / norm, stderr=estimate.stderr / norm, effects=effects)
+    return estimate.divided(torch.cat([part.norm().clamp(min=1e-300).expand(len(part)) for part in parts]))

@@ -101,7 +101,8 @@ def resample_ablation(problem: Problem) -> Estimate:
 
     def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
         real = {layer.name: partial(real_queries, problem, layer, batch) for layer in problem.layers}
-        return {name: _resampled(pools[name], problem.seed + 1, start, size, own) for name, own in real.items()}
+        seed = problem.seed + 1
+        return {name: _resampled(pool, seed, start, size, real[name]) for name, pool in pools.items()}
 
     return _ablated(problem, Replay(problem), fills)
 
@@ -157,7 +158,7 @@ def _draws(seed: int, example: int, count: int, below: int) -> Tensor:
 
 
 def _head_outputs(problem: Problem, key: str, summarize: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
-    """A summary of every example's heads' outputs, by layer: ``{layer_name: [examples, width]}``.
+    """A summary of every example's heads' outputs, by layer: ``{layer_name: [examples that it runs on, width]}``.
 
     Args:
         summarize: Takes W_O's input at an example's real tokens ``[tokens, features]``, and the example's number.
@@ -180,10 +181,11 @@ def _head_outputs(problem: Problem, key: str, summarize: Callable[[Tensor, int],
         notes: dict[str, Fill] = {layer.name: partial(note, layer) for layer in problem.layers}
         with torch.no_grad(), problem.gated(ones, notes):
             problem.losses(batch)
-        return {layer.name: rows[layer.name] for layer in problem.layers}
+        return rows
 
     parts = problem.parts(key, compute)
-    return {layer.name: torch.cat([part[layer.name] for part in parts]) for layer in problem.layers}
+    names = [layer.name for layer in problem.layers if any(layer.name in part for part in parts)]
+    return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}
 
 
 # -- ablation on a sample of examples -------------------------------------------------------------------

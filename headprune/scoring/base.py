@@ -279,6 +279,18 @@ class Estimate:
         """An estimate without standard errors; ``why`` says why there are none."""
         return cls(values, torch.full_like(values, math.nan), examples, {"stderr": why, **details})
 
+    def divided(self, by: Tensor) -> Estimate:
+        """Every head's score divided by a number, ``[heads]``, with its errors and effects.
+
+        The matrix becomes that of gates which are scaled so that its diagonal, if it was the scores, is the divided scores.
+        """
+        effects = None if self.effects is None else self.effects / by
+        matrix = None if self.matrix is None else self.matrix / by.sqrt() / by.sqrt()[:, None]
+        details = dict(self.details)
+        if (sampling := details.get("sampling_stderr")) is not None:
+            details["sampling_stderr"] = rounded(by.new_tensor(sampling) / by)
+        return Estimate(self.values / by, self.stderr / by, self.examples, details, effects, matrix)
+
 
 def standard_error(effects: Tensor) -> Tensor:
     """Every head's standard error of the mean over examples, ``[heads]``; NaN for a single example.

@@ -60,7 +60,8 @@ def gate_gradients(problem: Problem) -> tuple[Tensor, Tensor]:
     """The gradient of every example's loss by every head's gate, with all gates at 1, and every example's loss.
 
     Returns:
-        ``dL_i/dxi_h`` ``[examples, heads]``, signed, and ``L_i`` ``[examples]``; L is `Problem.surrogate` if it is set.
+        ``dL_i/dxi_h`` ``[examples, heads]``, signed, and the loss of every example ``[examples]``. If `Problem.surrogate` is
+        set, L is that, and the losses are 0: the dense model does not diverge from itself.
     """
     if problem.surrogate is not None:
         problem = replace(problem, loss=problem.surrogate)
@@ -78,7 +79,7 @@ def gate_gradients(problem: Problem) -> tuple[Tensor, Tensor]:
             return _slopes_in_parts(problem, batch, size)
 
         table = torch.cat(problem.parts("gradient", compute, problem.progress))
-    return finite(table[:, :-1]), table[:, -1]
+    return finite(table[:, :-1]), table[:, -1] * (problem.surrogate is None)
 
 
 def slopes(problem: Problem, batch: Any, size: int, at: float = 1.0) -> Tensor:

@@ -199,6 +199,8 @@ class HeadScores:
         details = dict(data["details"])
         if (carried := details.get("carried_by")) is not None and _numbers(carried, heads).isnan().any():
             raise ValueError("carried_by has no number for some heads")
+        if (r := details.get("reliability")) is not None and not (type(r) in (int, float) and 0 <= r <= 1):
+            raise ValueError(f"reliability is {r!r:.60}, which is no number from 0 to 1")
         matrix = torch.stack([_numbers(row, heads) for row in data["matrix"]]) if "matrix" in data else None
         if matrix is not None and len(matrix) != heads:
             raise ValueError(f"the matrix is not of {heads} by {heads} heads")
@@ -293,7 +295,13 @@ def agreement(a: HeadScores, b: HeadScores, top: int | None = None) -> Agreement
     Args:
         a, b: Scores of the same heads.
         top: Compare this many of the best heads instead of the better half.
+
+    Raises:
+        HeadPruneError: There are not so many heads.
     """
+    heads = len(a.labels())
+    if top is not None and not 1 <= top <= heads:
+        raise HeadPruneError(f"top is {top}, and there are {heads} heads.", f"Give 1 to {heads}.")
     return Agreement(a.method, b.method, *_rank_agreement(a.flat().numpy(), b.flat().numpy(), top))
 
 
@@ -315,7 +323,7 @@ def _rank_agreement(x: np.ndarray, y: np.ndarray, top: int | None) -> tuple[floa
     """Spearman's rho, Kendall's tau, and the share of the best heads that both orders have in common."""
     from scipy.stats import kendalltau, spearmanr
 
-    count = top or max(1, len(x) // 2)
+    count = max(1, len(x) // 2) if top is None else top
     common = set(x.argsort(kind="stable")[-count:].tolist()) & set(y.argsort(kind="stable")[-count:].tolist())
     if not np.ptp(x) or not np.ptp(y):
         return float("nan"), float("nan"), len(common) / count

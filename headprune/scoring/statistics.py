@@ -137,9 +137,15 @@ def _of_maps(problem: Problem, name: str, statistic: Callable[[Tensor], Tensor])
 
 
 def _table(problem: Problem, values: Mapping[str, Sequence[Tensor]], losses: Tensor) -> Tensor:
-    """Values ``[examples, heads]`` of every layer, averaged over its calls, with the losses in the last column."""
-    columns = [torch.stack([doubled(call) for call in values[layer.name]]).mean(dim=0) for layer in problem.layers]
-    return gathered([*columns, doubled(losses)[:, None]], dim=1)
+    """Values ``[examples, heads]`` of every layer, averaged over its calls, with the losses in the last column.
+
+    A layer that does not run on these examples adds nothing to them: 0.
+    """
+    losses, columns = doubled(losses)[:, None], list[Tensor]()
+    for layer in problem.layers:
+        none = losses.new_zeros(len(losses), layer.num_heads)
+        columns.append(torch.stack([doubled(call) for call in values[layer.name]] or [none]).mean(dim=0))
+    return gathered([*columns, losses], dim=1)
 
 
 def _mean(values: Tensor, counted: Tensor | None) -> Tensor:
@@ -174,7 +180,7 @@ class _NormReader:
         """Output norms, ``[examples, heads, tokens]``, from the tensor ``hidden`` of ``size`` examples."""
         rows = widened(hidden).movedim(self.dim, -1).flatten(0, -2)
         if len(rows) % size:
-            raise RowsError(f"Layer {self.layer.name}: {len(rows)} rows cannot be told apart as {size} examples.")
+            raise RowsError(f"Layer {self.layer.title}: {len(rows)} rows cannot be told apart as {size} examples.")
         heads = [rows[:, list(own)] for own in self.features]
         if self.factors:
             heads = [x @ r.to(x.device, x.dtype).T for x, r in zip(heads, self.factors, strict=True)]
@@ -185,13 +191,13 @@ def _columns(model: nn.Module, layer: AttentionLayer) -> list[Tensor]:
     """Each head's columns of W_O, ``[out, head_dim]``."""
     place = layer.output_projection
     if place is None or layer.concatenates:
-        raise HeadPruneError(f"Layer {layer.name}: no columns of an output projection belong to single heads.")
+        raise HeadPruneError(f"Layer {layer.title}: no columns of an output projection belong to single heads.")
     module = model.get_submodule(place.module)
     weight: Any = getattr(module, "weight", None)
     plain = isinstance(weight, nn.Parameter) and weight.is_floating_point()
     if not plain or not is_matrix(weight) or (weight.is_meta and not is_elsewhere(module, "weight")):
         raise HeadPruneError(
-            f"Layer {layer.name}: {place.module} ({type(module).__name__}) has no plain weight matrix (quantised?).",
+            f"Layer {layer.title}: {place.module} ({type(module).__name__}) has no plain weight matrix (quantised?).",
             "Load the model without quantisation, or choose another method.",
         )
     # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].

@@ -98,7 +98,7 @@ def check_present(model: nn.Module, layer: AttentionLayer) -> None:
                 where = f"{owner}.{own}" if owner else own
                 why = f"{where} has no numbers (it is on the meta device, and no hook of Accelerate on its module loads it)"
                 hint = "Load the weights first; device_map= of from_pretrained may keep them on the CPU or on disk."
-                raise HeadPruneError(f"Layer {layer.name} cannot be pruned: {why}.", hint)
+                raise HeadPruneError(f"Layer {layer.title} cannot be pruned: {why}.", hint)
 
 
 # -- the cut ---------------------------------------------------------------------------------------------

@@ -98,7 +98,9 @@ def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> 
     if output is not None and attention.output_dim != -1:
         gate = HeadFeatures(output.module, output.features, attention.output_dim)
     if suffix and not reason:
-        reason = f"{attention.module} computes several attentions, and their head counts cannot be told apart"
+        reason = (
+            f"{attention.module or 'the model'} computes several attentions, and their head counts cannot be told apart"
+        )
     if gate and output is None and not _is_plain(trace.modules[gate.module]):
         reason = _unsliceable(gate.module, trace.modules[gate.module])
     if attention.module in ghosts(trace.model):
@@ -163,7 +165,7 @@ def _tables(trace: Tracer, attention: AttentionCall) -> tuple[HeadTable, ...]:
     return tuple(
         HeadTable(name, dim, _sorted(filled(indices, trace.shape[name][dim])))
         for (name, dim), indices in attention.tables.items()
-        if f"{name}.".startswith(f"{attention.module}.")
+        if is_inside(name, attention.module)
         and not any((name, dim) in a.tables for a in others)
         and name.rpartition(".")[0] not in attention.selections
     )
@@ -203,7 +205,7 @@ def _uncuttable(
     """
     matrices = any(len(trace.shape[t.name]) > 1 for t in tables)
     if not (any(side == "out" for _, side in cut) or matrices or attention.selections):
-        return f"no weights of {attention.module} were found that belong to single heads (quantised?)"
+        return f"no weights of {attention.module or 'the model'} were found that belong to single heads (quantised?)"
     weights = [(part.module, getattr(trace.modules[part.module], "weight", None)) for part, _ in cut]
     for module, weight in weights:
         if not isinstance(weight, nn.Parameter) or not weight.is_floating_point() or not is_matrix(weight):
@@ -251,7 +253,7 @@ def _idle(trace: Tracer, attention: AttentionCall, part: HeadFeatures, side: str
     """A module beside a projection that did not run and has its width, such as an inactive adapter; "" if there is none."""
     record = trace.records[part.module]
     beside, _, _ = part.module.rpartition(".")
-    wrapper = beside and not f"{attention.module}.".startswith(f"{beside}.")  # LoRA's, not the attention module itself
+    wrapper = beside and not is_inside(attention.module, beside)  # LoRA's, not the attention module itself
     for name, module in trace.modules.items():
         own = name.startswith((f"{part.module}.", *((f"{beside}.",) if wrapper else ())))
         idle = own and not trace.records[name].calls and not any(t.startswith(f"{name}.") for t, _ in attention.tables)

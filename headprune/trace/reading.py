@@ -14,6 +14,7 @@ from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, Rows
 
 Source = TypeVar("Source")
 Key = TypeVar("Key", str, tuple[str, int], str | int)
+_BLOCKED = -1e3  # a mask that adds so much to a score leaves it no probability, in any type of float
 _MOST_SLICES = 2048  # of (batch * heads, …): each needs a backward pass
 
 
@@ -233,7 +234,7 @@ def is_causal_mask(mask: Tensor | None) -> bool:
     """Whether a boolean or additive mask blocks every key after its query."""
     if mask is None or mask.shape[-1] != mask.shape[-2]:
         return False
-    return _is_causal(~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2)
+    return _is_causal(~mask if mask.dtype == torch.bool else mask <= _BLOCKED)
 
 
 def are_causal(probabilities: Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from headprune.attention import is_inside
 from headprune.inputs import tensors
 from headprune.offload import is_offloaded
 from headprune.trace.reading import Reader, are_causal, disjoint, is_causal_mask, is_matrix, leaves_of, memory
@@ -107,8 +108,9 @@ class Tracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        given = (*args, *kwargs.values())
         if self.loads and self.running:
-            self._note_loaded((*args, *kwargs.values()))
+            self._note_loaded(given)
         if func is _SDPA:
             return self._on_sdpa(func, args, kwargs)
         if func is F.multi_head_attention_forward:
@@ -116,14 +118,16 @@ class Tracer(TorchFunctionMode):
         if func in _SOFTMAX:
             return self._on_softmax(func, args, kwargs)
         if func in _LINEAR:
-            owner = self._owner([a for a in args if isinstance(a, Tensor) and a.ndim == 2])
+            owner = self._owner([a for a in given if isinstance(a, Tensor) and a.ndim == 2])
             if owner is None and func is F.linear:
                 owner = self._owner_of_experts(args)
-            if owner is not None:
+            # Of another class than nn.Linear it is not known which side of the weight is out: I-BERT's gives it by keyword.
+            if owner is not None and ("weight" not in kwargs or isinstance(self.modules[owner], nn.Linear)):
                 return self._on_linear(owner, func, args, kwargs)
         if func in _CONV:
             weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
-            plain = isinstance(weight, Tensor) and set(weight.shape[2:]) == {1} and weight.shape[1] == args[0].shape[1]
+            source = kwargs.get("input", args[0] if args else None)
+            plain = isinstance(weight, Tensor) and set(weight.shape[2:]) == {1} and weight.shape[1] == source.shape[1]
             if plain and (owner := self._owner([weight])) is not None:
                 return self._on_linear(owner, func, args, kwargs, dim=1)
         return func(*args, **kwargs)
@@ -148,7 +152,8 @@ class Tracer(TorchFunctionMode):
 
     def _on_linear(self, owner: str, func: Any, args: Any, kwargs: Any, dim: int = -1) -> Tensor:
         own = [id(p) for p in self.modules[owner]._parameters.values()]
-        operands = [a for a in args if isinstance(a, Tensor) and id(a) not in own and memory(a) not in self.owner]
+        given = (*args, *kwargs.values())
+        operands = [a for a in given if isinstance(a, Tensor) and id(a) not in own and memory(a) not in self.owner]
         source = next((a for a in operands if a.ndim > 1), None)
         out: Tensor = func(*args, **kwargs)
         if source is None or not out.is_floating_point():
@@ -329,7 +334,7 @@ class Tracer(TorchFunctionMode):
                 return direct
         calls = [self.calls[id(leaf)] for leaf in leaves_of(source) if id(leaf) in self.calls]
         module = self._attention_module()
-        inner = [call for call in calls if call.source is not source and call.module.startswith(module)]
+        inner = [call for call in calls if call.source is not source and is_inside(call.module, module)]
         return {name for call in inner for name in self._origins(call.source, given)}
 
     def _attention_module(self) -> str:
