@@ -71,8 +71,8 @@ def load_call(folder: str | Path) -> LoadCall:
         auto = _usual((auto for auto, cls in maps.items() if cls == f"{MODULE}.{name}"), name)
         return LoadCall(auto, bool(auto), str(sidecar.get("why_not_stock", "")))
     cls: Any = getattr(transformers, name, None)
-    own = not str(sidecar.get("class")).startswith(_STOCK)  # which may have the name of a stock class
-    if own or getattr(cls, "config_class", None) is None:  # the name is from a file
+    custom = not str(sidecar.get("class")).startswith(_STOCK)  # which may have the name of a stock class
+    if custom or getattr(cls, "config_class", None) is None:  # the name is from a file
         return LoadCall("", own_class(config, name) is not None)
     return LoadCall(_usual((auto for auto, own in auto_classes(cls).items() if own == name), name) or name)
 
