@@ -149,8 +149,8 @@ def fit_values(
     """
     rank = further.shape[1]
     index = inputs_of_heads(projection, values, heads, rank)
-    xx, xy, yy = (sums.cpu() for sums in moments.rows_of(index.flatten()))
-    start = _ValueSolver(projection, values, heads, rank)
+    xx, xy, yy = moments.rows_of(index.flatten())  # solved on the sums' device, as in `fit_output`
+    start = _ValueSolver(projection, values, heads, rank, xx.device)
     all_xx, all_xy, all_yy = xx.sum(0), xy.sum(0), yy.sum(0)
     chosen, held_out = ridge, None
     if chosen is None:
@@ -161,18 +161,19 @@ def fit_values(
         def held_out_error(strength: float) -> float:
             total = 0.0 if sums else math.inf
             for i, those in enumerate(sums):
-                mix, out, bias = (t.double() for t in start.solve(those, strength, _TRIED_ROUNDS, _TRIED_STEPS))
-                total += start.error(xx[i], xy[i], yy[i], mix, out, bias)
+                tried = (t.double() for t in start.solve(those, strength, _TRIED_ROUNDS, _TRIED_STEPS))
+                total += start.error(xx[i], xy[i], yy[i], *tried)
             return total
 
         chosen, held_out = downhill(held_out_error, VALUE_RIDGES, len(VALUE_RIDGES) // 2)
-    mix, out, bias = start.solve(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
-    before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, projection.bias.cpu())
-    after = start.error(all_xx, all_xy, all_yy, mix, out, bias)
+    solution = start.solve(start.sums(all_xx, all_xy), chosen, _ROUNDS, _STEPS)
+    before = start.error(all_xx, all_xy, all_yy, start.mix, start.out, start.bias)
+    after = start.error(all_xx, all_xy, all_yy, *solution)
+    mix, out, bias, owner = (t.cpu() for t in (*solution, start.owner))
     facts = LayerRepair(before / moments.spread(), after / moments.spread(), chosen, values=True)
     whole = torch.zeros_like(projection.weight, device="cpu")
     whole[values.columns[list(heads)].flatten()] = out.flatten(0, 1)
-    mixes = {h: mix[start.owner[i]] for i, h in enumerate(heads)}
+    mixes = {h: mix[owner[i]] for i, h in enumerate(heads)}
 
     def refit(some: Moments) -> LayerFit:
         if some.seen:
@@ -225,14 +226,17 @@ class _Sums:
 class _ValueSolver:
     """Alternating least squares for the kept heads' values and W_O, from the old ones."""
 
-    def __init__(self, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, projection: OutputProjection, values: Values, heads: Sequence[int], rank: int, device: torch.device
+    ) -> None:
         width = values.head_dim
         kept = list(dict.fromkeys(values.owner[h] for h in heads))
-        self.has_bias, self.bias = projection.has_bias, projection.bias.cpu()
-        self.owner = torch.tensor([kept.index(values.owner[h]) for h in heads])
-        self.out = projection.weight.cpu()[values.columns[list(heads)]]  # [heads, head_dim, out]
+        self.has_bias, self.bias = projection.has_bias, projection.bias.to(device)
+        self.owner = torch.tensor([kept.index(values.owner[h]) for h in heads], device=device)
+        own = values.columns[list(heads)].to(projection.weight.device)
+        self.out = projection.weight[own].to(device)  # [heads, head_dim, out]
         # [groups, wide, head_dim]
-        self.mix = torch.eye(width + rank, width, dtype=torch.float64).repeat(len(kept), 1, 1)
+        self.mix = torch.eye(width + rank, width, dtype=torch.float64, device=device).repeat(len(kept), 1, 1)
 
     def error(self, xx: Tensor, xy: Tensor, yy: Tensor, mix: Tensor, out: Tensor, bias: Tensor) -> float:
         """Squared error summed over tokens, from sums over tokens of inputs with an appended 1."""
@@ -279,7 +283,7 @@ class _ValueSolver:
         each = mix[self.owner]
         square = self._squared(sums.a, each)
         right = torch.einsum("adf,ado->afo", each, sums.c).flatten(0, 1) + strength * self.out.to(square).flatten(0, 1)
-        solution: Tensor = torch.linalg.solve(square + strength * torch.eye(len(square), dtype=square.dtype), right)
+        solution: Tensor = torch.linalg.solve(square + strength * torch.eye(len(square)).to(square), right)
         return solution.view_as(self.out)
 
     def _mix(self, sums: _Sums, mix: Tensor, out: Tensor, strength: float, steps: int) -> Tensor:
