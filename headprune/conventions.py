@@ -195,8 +195,10 @@ def _classes(logits: Tensor, labels: Tensor) -> Outcome:
     counted = labels != IGNORED
     loss = F.cross_entropy(widened(logits).transpose(1, 2), labels.long(), ignore_index=IGNORED, reduction="none")
     tokens = counted.sum(dim=1)
-    predictions = [guess[own] for guess, own in zip(logits.detach().argmax(dim=-1), counted, strict=True)]
-    targets = [label[own] for label, own in zip(labels, counted, strict=True)]
+    guesses, known, which = (
+        t.cpu() for t in (logits.detach().argmax(dim=-1), labels, counted)
+    )  # every copy waits for a GPU
+    predictions, targets = ([row[own] for row, own in zip(rows, which, strict=True)] for rows in (guesses, known))
     return Outcome(loss.sum(dim=1) / tokens.clamp(min=1), tokens, predictions, targets)
 
 

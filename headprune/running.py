@@ -267,7 +267,10 @@ def requiring_gradients(places: Iterable[tuple[Any, str]], required: bool) -> It
 
 def forget_compiled() -> None:
     """Reset `torch.compile`, whose compiled code may not notice a changed module."""
-    if "torch._dynamo" in sys.modules:
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if getattr(
+        frames, "FRAME_COUNTER", frames
+    ):  # else nothing was compiled, and with a GPU a reset imports for seconds
         torch.compiler.reset()
 
 

@@ -19,6 +19,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.fingerprint import fingerprint
 from tests.support import problems, zoo
 from tests.support.commands import run
 from tests.support.otherdevice import DEVICE, Pretended, pretended
@@ -253,6 +254,13 @@ def test_scores_equal_the_cpus() -> None:
 
 
 @pytest.mark.slow
+def test_large_weights_have_one_fingerprint_everywhere() -> None:
+    """A GPU's weights are hashed in parts of 64 MiB."""
+    model = nn.Linear(4200, 4200, bias=False)
+    with a_device():
+        assert fingerprint(copy.deepcopy(model).to(PLACE)) == fingerprint(model)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_scores_equal_the_cpus(name: str) -> None:
     # The gates that these train get their slopes on the CPU: within a backward pass the pretended device can't tell that from a cast.

@@ -183,7 +183,8 @@ def find_directions(runner: Runner) -> Directions:
     runner.share("directions", [partial(see, batch) for batch in runner.batches], runner.batches)
     for name, value in runner.values.items():  # a rank may have had no batch
         width = value.weight.shape[0] + 1
-        seen[name] = seen[name].cpu() if name in seen else torch.zeros(width, width, dtype=torch.float64)
+        empty = torch.zeros(width, width, dtype=torch.float64, device=value.weight.device)
+        seen[name] = seen.get(name, empty).to(empty.device)
         current().add(f"directions of {name}", [seen[name]])
     runner.count(runner.examples)
     share, along = room(runner.projections), {}
@@ -258,20 +259,20 @@ def best_directions(projection: OutputProjection, values: Values, xx: Tensor, ra
     """
     mean = xx[-1, :-1] / xx[-1, -1]
     spread = xx[:-1, :-1] / xx[-1, -1] - torch.outer(mean, mean)
-    weight, output = values.weight.cpu(), projection.weight.cpu()
+    weight, output = values.weight, projection.weight.to(values.weight.device)
     parts = []
     for h, own in enumerate(values.owner):
         out = output[values.columns[h]]
         sizes, axes = torch.linalg.eigh(out @ out.T)
         parts.append(weight[:, values.features[own]] @ (axes * sizes.clamp(min=0).sqrt()))
     left = torch.cat(parts, dim=1)
-    sizes, turned = torch.linalg.eigh(left.T @ spread.cpu() @ left)
+    sizes, turned = torch.linalg.eigh(left.T @ spread @ left)
     rank = min(rank, int((sizes > 1e-12 * sizes[-1]).sum()))  # what is beyond is rounding
     directions = left @ turned.flip(1)[:, :rank]
     length = weight[:, values.features.flatten()].square().sum(0).mean().sqrt()
     scaled: Tensor = directions * (length / directions.norm(dim=0, keepdim=True).clamp(min=1e-30))
     # `Calibration.slopes` needs head_dim directions at least: zeros, if the input is narrower.
-    return torch.nn.functional.pad(scaled, (0, max(0, values.head_dim - scaled.shape[1])))
+    return torch.nn.functional.pad(scaled, (0, max(0, values.head_dim - scaled.shape[1]))).cpu()
 
 
 def inputs_of_heads(projection: OutputProjection, values: Values, heads: Sequence[int], rank: int) -> Tensor:

@@ -107,11 +107,10 @@ def _eigenvectors(values: Sequence[Tensor]) -> Tensor:
     for each in values:
         flat = each.flatten(0, -2)
         moments += doubled(flat.T @ flat)
-    moments = moments.cpu()
     # Values that are not finite have no eigenvectors; `gauss_newton` refuses their gradients.
     moments = moments.nan_to_num(0.0, 0.0, 0.0)
     vectors: Tensor = torch.linalg.eigh(moments)[1].flip(1)[:, :_WIDEST]
-    return vectors
+    return vectors.cpu()
 
 
 STRENGTHS = tuple(10 ** (i / 2) for i in range(-8, 5))  # of the mean squared length of an answer's gradient

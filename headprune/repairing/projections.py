@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headprune.attention import AttentionLayer, Heads, Layers
+from headprune.inputs import doubled
 from headprune.offload import is_elsewhere, on_disk, place_of, value_of
 from headprune.running import exact_attention
 
@@ -225,14 +226,14 @@ def matrix_of(projection: Any) -> Tensor:
     """A copy of a linear module's weights, ``[in, out]``, float64."""
     held = value_of(projection, "weight").detach()
     # A model that is not all in memory leaves hardly room for copies there.
-    wide = on_disk(*held.shape).copy_(held) if is_elsewhere(projection, "weight") else held.double().clone()
+    wide = on_disk(*held.shape).copy_(held) if is_elsewhere(projection, "weight") else doubled(held).clone()
     return wide if is_transposed(projection) else wide.T
 
 
 def bias_of(projection: Any) -> Tensor | None:
     """A copy of a linear module's bias, float64; None if it has none."""
     bias = getattr(projection, "bias", None)
-    return None if bias is None else value_of(projection, "bias").detach().double().clone()
+    return None if bias is None else doubled(value_of(projection, "bias").detach()).clone()
 
 
 def _not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:

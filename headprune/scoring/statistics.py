@@ -101,10 +101,14 @@ def random(problem: Problem) -> Estimate:
 
     Budhraja et al. (2020, ACL Anthology 2020.emnlp-main.260) found random pruning often nearly as good after fine-tuning.
     """
-    generator = torch.Generator().manual_seed(problem.seed)
-    values = torch.rand(problem.heads, generator=generator, dtype=torch.float64)
+    values = uniform(problem.heads, problem.seed)
     problem.progress(1, 1)
     return Estimate.without_error(values, "a draw estimates nothing")
+
+
+def uniform(heads: int, seed: int) -> Tensor:
+    """The scores of `random`, ``[heads]``."""
+    return torch.rand(heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _mean_over_examples(problem: Problem, name: str, batches: Batches, measure: Measure, **details: Any) -> Estimate:

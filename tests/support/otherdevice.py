@@ -223,7 +223,9 @@ def _run(func: Any, args: Any, kwargs: Any, crossings: Counter[str] | None = Non
     wanted = kwargs.get("device")
     target = torch.device(wanted).type if wanted is not None else None
     if not there and target != DEVICE.type:
-        return func(*args, **kwargs)
+        return func(
+            *args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
+        )  # there is nothing to pin it for
     name = func.overloadpacket.__name__
     if drawn and target in (None, DEVICE.type):
         raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")

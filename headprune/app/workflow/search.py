@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from headprune import plan_search
@@ -29,7 +30,8 @@ from headprune.planning import AUTO, Order, Search, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
 from headprune.running import tracked
-from headprune.scoring import HeadScores, score
+from headprune.scoring import HeadScores
+from headprune.scoring.statistics import uniform
 from headprune.store import Store, digest
 
 
@@ -287,11 +289,14 @@ def _made_from(scene: PruneScene) -> str:
 
 def random_orders(scene: PruneScene, fits: Sequence[Fit]) -> list[Order]:
     """The control: heads drawn at random, under the same constraints."""
-    levels, batches = sorted({f.plan.kept for f in fits}), list(scene.parts.score.batches())[:1]
-    constraints, orders = plan_search.constraints_of(scene.config.search, scene.maskable), []
+    levels, layers = sorted({f.plan.kept for f in fits}), tuple(scene.maskable)
+    constraints, orders = plan_search.constraints_of(scene.config.search, layers), []
+    sizes = [layer.num_heads for layer in layers]
     for seed in range(scene.options.seed, scene.options.seed + RANDOM_DRAWS):
-        scores = score(scene.model, batches, "random", layers=scene.layers, seed=seed)
-        orders.append(arrange(Search(scene.maskable, scores, constraints), "one-shot", levels))
+        parts = torch.split(uniform(sum(sizes), seed), sizes)
+        values = dict(zip((layer.name for layer in layers), parts, strict=True))
+        scores = HeadScores("random", "", values, {}, 0, layers, fits[0].plan.model)
+        orders.append(arrange(Search(layers, scores, constraints), "one-shot", levels))
     return orders
 
 
