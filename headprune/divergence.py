@@ -79,7 +79,7 @@ class Divergence:
     def between(self, known: Tensor, now: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``, from the dense model's logits (`logits_of`) and this model's."""
         squared, numbers = 1.0, self.are_numbers(known)
-        if not numbers:
+        if not numbers and self.temperature != 1:
             known, now, squared = known / self.temperature, now / self.temperature, self.temperature**2
         if self._several:
             chance = known.sigmoid()
@@ -90,8 +90,9 @@ class Divergence:
         else:
             now, known = now.log_softmax(-1), known.log_softmax(-1)
             ruled = known == -math.inf  # what the dense model rules out weighs nothing
-            now, known = now.masked_fill(ruled, 0.0), known.masked_fill(ruled, 0.0)
-            each = F.kl_div(now, known, reduction="none", log_target=True).masked_fill(ruled, 0.0).sum(-1)
+            if bool(ruled.any()):
+                now, known = now.masked_fill(ruled, 0.0), known.masked_fill(ruled, 0.0)
+            each = F.kl_div(now, known, reduction="none", log_target=True).sum(-1)
         return squared * self.mean(each, batch)
 
     def rounding(self, known: Tensor) -> float:
@@ -107,8 +108,8 @@ class Divergence:
         if DRAWN not in batch:
             message = "Without labels this model's answers are compared as numbers, and that has no gradient at the dense model."
             raise HeadPruneError(message, "Score by ablation, shapley or integrated-gradients.")
-        logits = self._logits(batch)
-        return self.mean(F.nll_loss(logits.log_softmax(-1).movedim(-1, 1), batch[DRAWN], reduction="none"), batch)
+        chosen = self._logits(batch).log_softmax(-1).gather(-1, batch[DRAWN][..., None])
+        return self.mean(-chosen[..., 0], batch)
 
     def are_numbers(self, logits: Tensor) -> bool:
         """Whether answers are real numbers, which are compared by squared differences, not classes."""
