@@ -185,6 +185,11 @@ def doubled(t: Tensor) -> Tensor:
     return (t.cpu() if t.device.type == "mps" else t).double()
 
 
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module stores its weight as ``[in, out]``, as transformers' Conv1D does, and not nn.Linear and convolutions."""
+    return not isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+
+
 def gathered(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate tensors and move the result to the CPU; one copy for all, since every copy waits for a GPU."""
     together = len({part.device for part in parts}) == 1

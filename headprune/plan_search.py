@@ -166,20 +166,20 @@ class Trials:
         """How good a plan is; higher is better.
 
         Minus the logarithm of the divergence from the dense model's answers, so that large and small budgets weigh
-        alike; minus the loss, if these answers are not known.
+        alike; minus the loss, if these answers are not known. -inf for NaN, as `max` may keep NaN.
 
         Raises:
             HeadPruneError: There are no choosing examples.
         """
         self.check_compares()
-        if not self._fidelity.known:
-            return -self.measure(plan.drop).metrics["loss"]
 
         def nearness() -> float:
             with self.repaired(plan.drop), mask(self.model, plan.drop, layers=self.layers):
                 return -self._fidelity.log_divergence()
 
-        return self.store.get(f"merit {sorted(plan.drop.items())}", nearness)
+        name = f"merit {sorted(plan.drop.items())}"
+        merit = self.store.get(name, nearness) if self._fidelity.known else -self.measure(plan.drop).metrics["loss"]
+        return -math.inf if math.isnan(merit) else merit
 
     def judge(self, plan: PruningPlan) -> ComparedPlan:
         """The divergence or loss that `merit` measures, in nats."""
@@ -393,8 +393,7 @@ def _fit_budgets(
 
 
 def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
-    """How good an order's plans are on the choosing examples, over all budgets; -inf for NaN, as `max` may keep NaN."""
+    """How good an order's plans are on the choosing examples, over all budgets."""
     # For a budget of lost accuracy, fewer heads are better.
     drops = [fit for fit in fits if fit.budget is not None and fit.budget.by_metric]
-    merit = sum(trials.merit(fit.plan) for fit in fits)
-    return (-sum(fit.plan.kept for fit in drops), -math.inf if math.isnan(merit) else merit)
+    return -sum(fit.plan.kept for fit in drops), sum(trials.merit(fit.plan) for fit in fits)

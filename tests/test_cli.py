@@ -233,3 +233,8 @@ def test_what_a_model_prints_stays_out_of_the_document(bert_folder: Path, monkey
     result = run("inspect", bert_folder, "--json")
     assert json.loads(result.stdout)["model"] == str(bert_folder)
     assert "Hello from the model" in result.stderr
+
+
+def test_what_methods_are_is_told_without_the_markup_of_docstrings() -> None:
+    assert "`L(without the head) - L`" in (shown := " ".join(run("methods", "--json").stdout.split()))
+    assert "``" not in shown

@@ -30,8 +30,8 @@ from headprune.files import dumps, loads, read_json, write_file, write_json
 from headprune.plans import PruningPlan
 from headprune.scoring import load_scores, save_scores
 from tests.support.documents import ALL_METRICS, FINETUNE, HEADS, METRICS, RUN, heads_document, opened, scores_of
+from tests.support.reports import COMMITTED
 
-REPORTS = sorted((Path(__file__).parent.parent / "reports").glob("*/"))
 FULL: dict[type[File], dict[str, Any]] = {Run: RUN, Metrics: ALL_METRICS, FinetuneRecord: FINETUNE, Heads: HEADS}
 
 
@@ -54,7 +54,7 @@ def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from places(part, (*place, key))
 
 
-@pytest.mark.parametrize("folder", REPORTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_committed_reports_are_written_again_as_they_are(folder: Path, tmp_path: Path) -> None:
     """A key that is renamed, dropped or added breaks the folders that users have."""
     for kind in (Run, Metrics, *([Heads] if (folder / "heads.json").exists() else [])):
@@ -188,7 +188,7 @@ def without_fractions(value: Any, form: float) -> Any:
 @pytest.mark.parametrize("form", [-math.inf, math.nan])
 def test_a_report_of_numbers_that_are_none(form: float, tmp_path: Path) -> None:
     """Whatever came out, it can be written, read and reported."""
-    shutil.copytree(REPORTS[0].parent / "digits", tmp_path / "r")
+    shutil.copytree(COMMITTED[0].parent / "digits", tmp_path / "r")
     folder = RunFolder(tmp_path / "r")
     metrics = without_fractions(read_json(folder.metrics_path, "metrics"), form)
     write_json(folder.metrics_path, "metrics", metrics)

@@ -1,5 +1,6 @@
 """Repair of output projections and values against brute force: the same regression on the stacked tokens, by another solver."""
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -375,6 +376,28 @@ def test_how_a_model_is_written_does_not_change_its_repair(make):
     assert trials[1] == pytest.approx(trials[0], rel=1e-4)
     for name, weight in found[1].items():
         torch.testing.assert_close(weight, found[0][name], rtol=1e-5, atol=1e-5)
+
+
+class Turned(nn.Module):
+    """A linear layer of one's own, whose weight is ``[in, out]``; square, so that its shape does not tell."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(linear.weight.detach().T.clone()), nn.Parameter(linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def test_a_weight_may_lie_the_other_way_round() -> None:
+    """It was taken for nn.Linear's, so that zeros came into W_O's rows and repair made the model worse."""
+    x, plain = noise(256, 6, WIDTH).double(), randomise(nn.Sequential(Attention(), nn.Linear(WIDTH, 3))).double()
+    turned = copy.deepcopy(plain)
+    turned[0].o = Turned(turned[0].o)
+    (one, done), (other, again) = (brute.repaired(model, {"L0": [1, 2]}, x) for model in (plain, turned))
+    assert [trial.after for trial in again.trials] == pytest.approx([trial.after for trial in done.trials])
+    assert any(trial.kept for trial in done.trials)
+    torch.testing.assert_close(other(x), one(x))
 
 
 def test_a_mixture_of_experts_that_reports_its_routers_is_repaired():

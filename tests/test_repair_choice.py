@@ -567,6 +567,13 @@ class Adapted(Attention):
         self.o = Scaled()  # type: ignore[assignment]
 
 
+class Tripled(Attention):
+    """Its W_O gives more than its weights say."""
+
+    def build(self) -> None:
+        self.o.register_forward_hook(lambda module, args, out: 3 * out)
+
+
 class SharedOutput(nn.Module):
     """Two attention modules of PyTorch's own with the same output weight, which stand-ins hide."""
 
@@ -583,6 +590,7 @@ class SharedOutput(nn.Module):
 @pytest.mark.parametrize(("kind", "notes", "why"), [
     (Pair, 2, "shares them with another module"), (SharedOutput, 2, "shares them with another module"),
     (Adapted, 0, ""), (Bare, 1, "it has no output projection"), (Attention, 1, "no plain linear layer"),
+    (Tripled, 2, "does more than"),
 ])  # fmt: skip
 def test_weights_that_are_not_w_o_s_alone_stay(kind: Any, notes: int, why: str) -> None:
     """Shared ones, an adapter's wrapper (what it wraps is refitted), none, and parametrised ones."""
@@ -616,10 +624,23 @@ def test_what_is_not_finite_is_told(value: float) -> None:
 
 
 def test_a_layer_that_does_not_matter_has_nothing_to_be_fitted_to() -> None:
+    """Its heads go all the same: more than the answers may depend on them."""
     model, batches = small()
     model.classifier.weight.data.zero_()  # type: ignore[union-attr, operator]
-    _, done = brute.repaired(model, {"L0": [1], "L1": [0]}, *batches)
+    drop = {"L0": [1], "L1": [0]}
+    mended, done = brute.repaired(model, drop, *batches)
     assert (done.layers, done.trials) == ({}, ())
+    example = {name: value for name, value in batches[0].items() if name != "labels"}
+    hidden = mended.bert(**example).last_hidden_state  # type: ignore[union-attr, operator]
+    hp.prune(mended, drop, example)
+    torch.testing.assert_close(mended.bert(**example).last_hidden_state, hidden, rtol=1e-4, atol=1e-5)  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize("ridge", [0, -1.0, math.nan])
+def test_a_ridge_that_is_no_strength_is_refused(ridge: float) -> None:
+    """With 0, weights stayed as they were, which is the fit with an infinite one."""
+    model, batches = small()
+    refuses("is no strength", hp.repair, model, {"L0": [1]}, batches, ridge=ridge)
 
 
 class Packed(Attention):

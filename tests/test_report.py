@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 import headprune as hp
+from headprune.app.report.measured import sizes_figure
 from headprune.app.runs import RunFolder
 from headprune.app.workflow.results import time_parts
 from headprune.cli import terminal
@@ -28,7 +29,7 @@ from tests.support import documents
 from tests.support.commands import Silent
 from tests.support.commands import run as command
 from tests.support.documents import LAYER, MEASURED, METRICS, RUN, SPEED, TIME, TRAINED, repaired, scores_of
-from tests.support.reports import reported
+from tests.support.reports import COMMITTED, reported
 from tests.support.zoo import bert
 
 STEP = {"before": 1.0, "held_out": 0.7, "strength": 1.0, "examples": 9}
@@ -207,9 +208,20 @@ def test_commands_to_paste_overwrite_nothing(report: Any) -> None:
     assert "\n- 1\\. a\n- \\# b\n- 2\\.5 c\n" in text
 
 
+@pytest.mark.drawn
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda p: p.name)
+def test_no_legend_covers_an_interval(folder: Path) -> None:
+    """It lay over those of the largest models."""
+    metrics = RunFolder(folder).read_metrics()
+    assert metrics is not None
+    figure: Any = sizes_figure(metrics).drawing
+    figure.canvas.draw()
+    (legend,), (axis,) = [box for a in figure.axes if (box := a.get_legend())] or figure.legends, figure.axes
+    assert not legend.get_window_extent().overlaps(axis.get_window_extent())
+
+
 # -- report.html ------------------------------------------------------------------------------------
 
-REPORTS = sorted((Path(__file__).parent.parent / "reports").glob("*/"))
 SCORES = scores_of([0.3, 0.2, -0.1, 0.005])
 
 
@@ -258,7 +270,7 @@ def page(folder: Path, *given: Any, **more: Any) -> Page:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("folder", REPORTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda p: p.name)
 def test_committed_reports_are_of_today_and_explain_their_words(folder: Path, tmp_path: Path) -> None:
     """And the page says what the Markdown and the documents say."""
     shutil.copytree(folder, tmp_path / "r", ignore=shutil.ignore_patterns("*.html", "*.png"))
@@ -576,7 +588,7 @@ def shown(folder: Path, width: int) -> str:
     return told
 
 
-@pytest.mark.parametrize("folder", [*REPORTS, None], ids=lambda p: p.name if p else "other-data")
+@pytest.mark.parametrize("folder", [*COMMITTED, None], ids=lambda p: p.name if p else "other-data")
 def test_report_terminal_and_json_say_the_same(folder: Path | None, tmp_path: Path, report: Any) -> None:
     if folder is None:
         report(on_other_data("worse", "worse"))

@@ -25,6 +25,7 @@ from tests.support import brute
 from tests.support.checks import hooks, same, state
 from tests.support.errors import refuses
 from tests.support.even import llama, llava, mistral
+from tests.support.grouped import GroupedAttention, Shape
 from tests.support.plain import WIDTH, Attention, Normed, noise
 from tests.support.plans import any_constraints, check_nested, check_plan, gone
 from tests.support.problems import small, unlabelled, without
@@ -185,6 +186,16 @@ def test_layers_that_are_given_are_those_that_lose_heads() -> None:
         assert (set(plan.drop), plan.kept, plan.total) == ({layers[1].name}, 2, 3)
 
 
+def test_pairs_are_weighed_by_the_scores_own_order_of_layers() -> None:
+    """By the search's, `swap` took other heads without a word where the scores were of more layers."""
+    model, batches = small(4, 4)
+    layers = hp.find_attention(model, batches[0])
+    for some in (layers[2:], layers[::-1]):
+        scores = [hp.score(model, batches, "fisher", layers=of) for of in (layers, some)]
+        plans = [hp.search(model, batches, 3, strategy="swap", scores=s, layers=some, repair=False)[0] for s in scores]
+        assert plans[0].drop == plans[1].drop
+
+
 # -- which order is used ---------------------------------------------------------------------------------
 
 
@@ -214,6 +225,30 @@ def test_an_order_whose_answers_are_no_numbers_is_the_last() -> None:
     for both in (orders, orders[::-1]):
         (plan,) = hp.search(model, batches[:1], 3, choose=batches[1:], strategy="one-shot", scores=both, repair=False, **given_)  # fmt: skip
         assert (plan.method, plan.drop) == ("b", {"attention": [3]})
+
+
+class GroupRatio(Ratio):
+    """As `Ratio`, by the heads of a key/value group together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = randomise(GroupedAttention(Shape(2, 2, WIDTH // 4, True), WIDTH))
+        self.attention.o_proj.weight.data.copy_(torch.eye(WIDTH))
+        self.attention.o_proj.bias.data.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.attention(x)
+        size = out[..., : WIDTH // 2].abs().sum((-1, -2))
+        return self.head(out.mean(1)) * (size / size)[:, None]
+
+
+def test_groups_whose_answers_are_no_numbers_go_after_slices() -> None:
+    model, batches = GroupRatio(), [(noise(8, 5, WIDTH)[i : i + 4], torch.tensor([0, 1, 2, 0])) for i in (0, 4)]
+    given_: dict[str, Any] = {"loss_fn": lambda out, labels: F.cross_entropy(out, labels, reduction="none")}
+    scores = hp.score(model, batches, "random", **given_)
+    scores = replace(scores, values={"attention": torch.arange(4).double()})
+    (plan,) = hp.search(model, batches[:1], 2, choose=batches[1:], strategy="one-shot", scores=scores, repair=False, **given_)  # fmt: skip
+    assert plan.drop == {"attention": [0, 2]}
 
 
 class Forward(torch.autograd.Function):

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.app.pictures import figures_of
 from tests.support.commands import run
 from tests.support.documents import METRICS
 from tests.support.errors import refuses
@@ -335,6 +337,13 @@ def test_never_a_whole_matrix_of_a_long_input(monkeypatch: pytest.MonkeyPatch) -
     hp.profile_heads(model, [batch], layers[:1])
     assert max(counts) <= 20_000
     assert sum(counts) >= 600 * 600 * 6
+
+
+def test_counts_are_written_in_full() -> None:
+    """1,088 queries were 1.09e+03."""
+    model, example = ZOO["bert"]()
+    (_, profile), *_ = hp.profile_heads(model, [example]).top(1)
+    assert figures_of(replace(profile, queries=1088)).plain.startswith("queries 1,088, entropy ")
 
 
 def test_mistakes_and_layers_that_cannot_be_seen() -> None:

@@ -562,10 +562,15 @@ def test_nested_tensors_with_padding() -> None:
 
 
 def test_modes_and_training() -> None:
-    """New modules take the mode of the old, and learn."""
+    """New modules take the mode of the old, and learn; those that stay keep theirs."""
     model = randomise(TorchEncoder()).train()
     hp.prune(model, {"encoder.layers.0.self_attn": [0]}, X)
     assert all(m.training for m in model.modules())
+    frozen, example = bert()
+    frozen.train()
+    still = [m.eval() for m in frozen.modules() if isinstance(m, nn.Dropout)]
+    hp.prune(frozen, {"L0": [0]}, example)
+    assert not any(m.training for m in still)
     writer, example = gpt2()
     hp.prune(writer, {f"transformer.h.{i}.attn": [i] for i in range(3)}, example)
     writer.train()(**example, labels=example["input_ids"]).loss.backward()

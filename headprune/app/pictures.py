@@ -270,7 +270,8 @@ def one_head(sample: Sample, layer: SampleLayer, head: int, colours: bool) -> Re
 def figures_of(profile: HeadProfile) -> Text:
     """A head's numbers, except its clarity, by their names in heads.json."""
     numbers = {name: value for name, value in vars(profile).items() if isinstance(value, int | float)}
-    return Text(", ".join(f"{name} {value:.3g}" for name, value in numbers.items() if name != "clarity"))
+    texts = {name: f"{value:,}" if isinstance(value, int) else f"{value:.3g}" for name, value in numbers.items()}
+    return Text(", ".join(f"{name} {text}" for name, text in texts.items() if name != "clarity"))
 
 
 def role_table(heads: Heads) -> Table:

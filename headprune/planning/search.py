@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -112,7 +113,9 @@ def swap(search: Search, levels: Sequence[int]) -> Order:
         name = scores.method if scores else "none"
         raise HeadPruneError(f"The scores by {name} do not weigh pairs of heads.", "Score with --method fisher.")
     state = SearchState(search)
-    offsets = torch.tensor([0, *(layer.num_heads for layer in search.layers)]).cumsum(0).tolist()
+    starts = accumulate((layer.num_heads for layer in scores.layers), initial=0)
+    first = {layer.name: start for layer, start in zip(scores.layers, starts, strict=False)}
+    offsets = [first[layer.name] for layer in search.layers]  # which may be fewer
     for level in sorted({k for k in levels if k < state.kept}, reverse=True):
         units = [unit for layer in search.units() for unit in layer if state.fits(unit)]
         rows = torch.zeros(len(units) + 1, scores.matrix.shape[0], dtype=torch.float64)

@@ -23,13 +23,14 @@ from headprune import input_specs
 from headprune.arguments import Plan, given_to_choose, heads_of, layers_for, listed, together
 from headprune.attention import AttentionLayer, Heads, check_heads
 from headprune.divergence import Fidelity, enough
+from headprune.errors import HeadPruneError
 from headprune.fingerprint import identity
 from headprune.inputs import check_weights, inputs_of
 from headprune.plans import PruningPlan, note_repaired
 from headprune.repairing.calibration import Calibration, calibrate
 from headprune.repairing.projections import OutputProjection
 from headprune.repairing.results import AnswersRepair, LayerRepair, Repair, RepairWeights, Trial
-from headprune.repairing.steps import LAYER_STEPS, STEPS, checked_repair, fit_layers, summary
+from headprune.repairing.steps import LAYER_STEPS, STEPS, checked_repair, drop_columns, fit_layers, summary
 from headprune.running import Progress
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def repair(
 
     Every W_O that loses a head is fitted by least squares, over all tokens but padding, to map the kept heads' outputs
     to the dense W_O's outputs. The kept heads' values are fitted too, where that does better on held-out examples. The
-    removed heads' columns become zero: the model answers as it will after `headprune.prune`, which you call next.
+    removed heads' columns become zero: the model answers as it will after `headprune.prune`, which you call next (but for
+    layers that keep their old weights: `Repair.notes`).
 
     Formulas and sources: docs/planning.md, Repair. Every step is fitted to all of ``batches``, and kept only if that
     brings the answers nearer to the dense model's on ``choose``; with few examples, by more than chance.
@@ -83,9 +85,11 @@ def repair(
         The `Repair`: `Repair.trials` say how every step did on examples that it was not fitted to.
 
     Raises:
-        HeadPruneError: An unknown layer or head, a plan for another model, or no examples.
+        HeadPruneError: An unknown layer or head, a plan for another model, a ridge that is not above 0, or no examples.
     """
     check_weights(model)
+    if ridge is not None and not ridge > 0:
+        raise HeadPruneError(f"ridge={ridge} is no strength.", "Give a number above 0, such as 0.1, or leave it out.")
     if isinstance(plan, PruningPlan):
         plan.check_model(model)
     layers = layers_for(model, layers, batches=(batches := listed(batches)))
@@ -110,5 +114,6 @@ def _repair(calibration: Calibration, drop: Heads, choose: Sequence[Any] | None,
         return Repair({}, runner.examples, 0, 0, notes=calibration.notes)
     fidelity = None if choose is None else Fidelity(calibration.model, enough(calibration.model, choose))
     weights = checked_repair(calibration, drop, fidelity, STEPS if answers else LAYER_STEPS)
-    calibration.write(weights.by_module)
+    # Of a layer that the answers do not depend on there are no new weights, but its heads go, too.
+    calibration.write({**drop_columns(calibration, drop).by_module, **weights.by_module})
     return summary(calibration, weights, runner.passes)

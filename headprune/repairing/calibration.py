@@ -17,11 +17,11 @@ from headprune.batches import is_out_of_memory
 from headprune.divergence import enough
 from headprune.errors import HeadPruneError
 from headprune.gates import mask
-from headprune.inputs import gathered, model_device
+from headprune.inputs import gathered, is_transposed, model_device
 from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.parallel import current
 from headprune.pruned.structure import remove_biases
-from headprune.repairing.directions import Directions, find_directions, refittable_values, room
+from headprune.repairing.directions import Directions, find_directions, refittable_outputs, refittable_values, room
 from headprune.repairing.examples import (
     ENOUGH_TEXTS,
     MOST_ROWS,
@@ -30,7 +30,7 @@ from headprune.repairing.examples import (
     mixed_texts,
     mixtures_of_each,
 )
-from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, is_transposed, output_projections
+from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, output_projections
 from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Calls, Runner
 from headprune.running import Progress, exact_attention
@@ -264,8 +264,8 @@ def calibrate(
     if not (repair and values):
         projections = [replace(p, values=None) for p in projections]
     runner = Runner(model, projections, batches)
-    if runner.values:
-        _keep_refittable_values(runner, notes)
+    if projections:
+        _keep_refittable(runner, notes)
     ridge = ridge if repair else torch.inf
     return Calibration(layers, runner, mixtures, others, tuple(notes), repair, ridge, progress)
 
@@ -277,10 +277,15 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
         getattr(module, name).copy_(value)
 
 
-def _keep_refittable_values(runner: Runner, notes: list[str]) -> None:
-    """Leave out the value projections that cannot be refitted; why they cannot is added to ``notes``."""
+def _keep_refittable(runner: Runner, notes: list[str]) -> None:
+    """Leave out the output and value projections that cannot be refitted; why they cannot is added to ``notes``."""
     with torch.inference_mode(False), torch.no_grad():
-        good = refittable_values(runner)
+        linear = refittable_outputs(runner)
+        for p in runner.projections:
+            if p.name not in linear:
+                notes.append(f"{p.layers[0].title} keeps its old weights: {p.name} does more than to multiply by them.")
+        runner.projections = [p for p in runner.projections if p.name in linear]
+        good = refittable_values(runner) if runner.values else ()
     for name in runner.values:
         if name not in good:
             notes.append(f"{runner.layer(name).name} keeps its old values: its heads are not linear in them alone.")

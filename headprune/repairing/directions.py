@@ -288,6 +288,23 @@ def few_of(runner: Runner) -> Any:
     return runner.rows.take(batch, [0, 1]) if runner.rows.size(batch) > 2 else batch
 
 
+def refittable_outputs(runner: Runner) -> set[str]:
+    """The output projections that give ``x W + b``, tested on a few examples.
+
+    A class of the user's own may scale that, or store W the other way round than `is_transposed` says.
+    """
+    linear = {p.name: p for p in runner.projections}
+
+    def on_output(name: str, x: Tensor, y: Tensor) -> None:
+        own = linear.get(name)
+        if own and y.isfinite().all() and not _close(x @ own.weight.to(x) + own.bias.to(x), y):
+            del linear[name]  # what is not finite is told later
+
+    with runner.deterministic_eval():
+        runner.run(few_of(runner), on_output)
+    return set(linear)
+
+
 def refittable_values(runner: Runner) -> list[str]:
     """The output projections whose heads are linear in their values, and whose values nothing else reads.
 

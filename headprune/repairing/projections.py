@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headprune.attention import AttentionLayer, Heads, Layers
-from headprune.inputs import doubled
+from headprune.inputs import doubled, is_transposed
 from headprune.offload import is_elsewhere, on_disk, place_of, value_of
 from headprune.running import exact_attention
 
@@ -215,7 +215,7 @@ def _values(
     if widths != {width} or len(set(flat)) < len(flat) or inputs != width * layer.num_heads:
         return None
     projection: Any = model.get_submodule(source.module)
-    if not (isinstance(projection, nn.Linear) or is_transposed(projection)) or _not_plain(projection, owners):
+    if _not_plain(projection, owners):
         return None
     owner = tuple(heads.index(own) for own in source.features)
     weight, bias = matrix_of(projection), bias_of(projection)
@@ -258,8 +258,3 @@ def _why_not(layer: AttentionLayer) -> str:
     if layer.gate is not None or layer.mixer:
         return "something comes between its heads and the output projection"
     return "" if layer.prunable else layer.reason
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a module stores its weight as [in, out], as transformers' Conv1D does."""
-    return type(module).__name__ == "Conv1D"

@@ -356,7 +356,8 @@ def method(
     """Decorator: register a scoring method under a name; its docstring's first line describes it to users. Arguments: see `Method`."""
 
     def register(run: Run) -> Run:
-        METHODS[name] = Method(name, unit, run, (run.__doc__ or "").strip().partition("\n")[0], loss, settings, passes)
+        about = (run.__doc__ or "").strip().partition("\n")[0].replace("``", "`")  # texts have one backtick for code
+        METHODS[name] = Method(name, unit, run, about, loss, settings, passes)
         return run
 
     return register

@@ -301,7 +301,9 @@ def agreement(a: HeadScores, b: HeadScores, top: int | None = None) -> Agreement
     """
     heads = len(a.labels())
     if a.labels() != b.labels():
-        raise HeadPruneError(f"Scores of {heads} and of {len(b.labels())} heads, not the same ones, cannot be compared.")
+        raise HeadPruneError(
+            f"Scores of {heads} and of {len(b.labels())} heads, not the same ones, cannot be compared."
+        )
     if top is not None and not 1 <= top <= heads:
         raise HeadPruneError(f"top is {top}, and there are {heads} heads.", f"Give 1 to {heads}.")
     return Agreement(a.method, b.method, *_rank_agreement(a.flat().numpy(), b.flat().numpy(), top))

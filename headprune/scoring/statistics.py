@@ -18,7 +18,7 @@ from headprune.attention import AttentionLayer
 from headprune.divergence import real_tokens
 from headprune.errors import HeadPruneError
 from headprune.gates import RowsError, check_width, hook_heads
-from headprune.inputs import doubled, gathered, widened
+from headprune.inputs import doubled, gathered, is_transposed, widened
 from headprune.offload import is_elsewhere, value_of
 from headprune.scoring.base import Batches, Estimate, Problem, method
 from headprune.scoring.gradient import in_singles, separate, whole_or_singly
@@ -204,8 +204,7 @@ def _columns(model: nn.Module, layer: AttentionLayer) -> list[Tensor]:
             f"Layer {layer.title}: {place.module} ({type(module).__name__}) has no plain weight matrix (quantised?).",
             "Load the model without quantisation, or choose another method.",
         )
-    # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
     matrix = widened(value_of(module, "weight").detach()).flatten(1)
-    matrix = matrix if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else matrix.T
+    matrix = matrix.T if is_transposed(module) else matrix
     check_width(layer, place, matrix.shape[1])
     return [matrix[:, list(own)] for own in place.features]

@@ -80,7 +80,7 @@ def prune(
     replace_inference_placeholders(model)
     touched = [layer for layer in layers if layer.name in drop]
     whole = not record_of(model)["removed"] and not structure_of(model).get("modules")  # else it once had more heads
-    modes = {layer.module: model.get_submodule(layer.module).training for layer in touched if layer.prunable}
+    modes = {name: module.training for name, module in model.named_modules()}
     for layer in touched:
         check_possible(layer, drop[layer.name])
         check_present(model, layer)
@@ -96,8 +96,8 @@ def prune(
     heads = {"heads": {layer.name: layer.num_heads for layer in layers}} if whole else {}
     add_record(model, {"removed": [removal.drop], **heads}, proof.ghosts)
     forget_compiled()
-    for name, training in modes.items():  # a stand-in or stub is new: it takes the mode of the replaced module
-        model.get_submodule(name).train(training)
+    for name, module in model.named_modules():  # a new one takes the mode of the one it replaces, or is inside of
+        module.training = modes.setdefault(name, modes[name.rpartition(".")[0]])
     input_specs.record(model, example)
     return proof
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, HeadFeatures, Heads, Layers
 from headprune.errors import HeadPruneError
-from headprune.inputs import model_device
+from headprune.inputs import is_transposed, model_device
 from headprune.offload import hook_of, is_elsewhere, put, value_of, with_numbers
 from headprune.pruned import MultiheadAttention, hooks, is_ours
 from headprune.pruned.hooks import Features, surviving
@@ -211,9 +211,7 @@ class _Cutter:
 
     def _slice(self, module: nn.Module, features: Features, *, output: bool, zero: bool = False) -> None:
         """Keep some input or output features of a linear module; with ``zero``, their weights become 0."""
-        # nn.Linear and convolutions store [out, in, …], transformers' Conv1D [in, out].
-        dim = 0 if output == isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else 1
-        size = self._slice_tensor(module, "weight", features, dim, zero)
+        size = self._slice_tensor(module, "weight", features, int(output == is_transposed(module)), zero)
         if output:
             self._slice_tensor(module, "bias", features, 0)
         for name in ("out_features", "out_channels", "nf") if output else ("in_features", "in_channels", "nx"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer, HeadFeatures, HeadTable, is_inside
+from headprune.inputs import is_transposed
 from headprune.offload import hook_of
 from headprune.pruned import HeadArgument, MultiheadAttention, ghosts, is_ours
 from headprune.trace.reading import alike, disjoint, filled, is_matrix, leaves_of, merge, nodes_of, overlap, sharing
@@ -265,7 +266,7 @@ def _idle(trace: Tracer, attention: AttentionCall, part: HeadFeatures, side: str
 def _as_wide(module: nn.Module, width: int, side: str) -> bool:
     """Whether a module seems to have ``width`` inputs or outputs, by the shapes of its weights."""
     shapes = [parameter.shape[:2] for parameter in module.parameters(recurse=False)]
-    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+    if not is_transposed(module):
         shapes = [shape if len(shape) < 2 else shape[:1] if side == "out" else shape[1:] for shape in shapes]
     return any(width in shape for shape in shapes)
 

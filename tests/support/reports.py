@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from headprune.files import write_json
 from headprune.scoring.scores import HeadScores, save_scores
 from tests.support.commands import run as command
 from tests.support.documents import METRICS, RUN
+
+ROOT = Path(__file__).parent.parent.parent
+KEPT = re.findall(r"^!/(reports/.+)/$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
+COMMITTED = [ROOT / folder for folder in sorted(KEPT)]  # not the runs that someone made beside them
 
 
 def reported(

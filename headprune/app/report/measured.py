@@ -72,7 +72,7 @@ def sizes_figure(metrics: Metrics) -> Figure:
     axis.set(xlabel=f"heads kept, of {kept[0]}", ylabel=f"{metric}, on the reported examples")
     axis.set_yscale("log" if metric_named(metric).relative else "linear")
     axis.grid(alpha=0.25)
-    axis.legend(fontsize=8, frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)  # never over the intervals
     return Figure("tradeoff.png", f"{metric} against heads kept, with random heads and 95 % intervals", figure)
 
 
