@@ -146,19 +146,27 @@ def write_file(path: Path, content: str | bytes) -> None:
         file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
+_OF_MODELS = ("config.json", "headprune.json", "openvino_model.xml")  # a folder that may be replaced has one of them
+
+
 @contextmanager
 def atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a new folder beside ``path``, which replaces ``path`` when the block ends without an error.
 
     Raises:
-        HeadPruneError: ``path`` exists and is not empty, and ``overwrite`` is False; or another process writes it.
+        HeadPruneError: ``path`` exists and is not empty, and ``overwrite`` is False, or it holds no model; or another process writes it.
     """
     check_link(path)
+    if path.name in ("", ".."):  # . and /, which no other folder can replace
+        raise HeadPruneError(f"The folder {path} cannot be replaced.", "Name another folder.")
     new, old = path.with_name(f".{path.name}.new"), _set_aside(path)
     with _locked(path):
         _finish_swap(path)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())) and not overwrite:
-            raise HeadPruneError(f"{path} exists.", "Choose another folder, or allow overwriting.")
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            if not overwrite:
+                raise HeadPruneError(f"{path} exists.", "Choose another folder, or allow overwriting.")
+            if not any((path / name).exists() for name in _OF_MODELS):
+                raise HeadPruneError(f"{path} holds something that is no model.", "Choose another folder, or empty it.")
         shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed while writing
         new.mkdir()
         try:

@@ -416,6 +416,11 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     hp.save(model, tmp_path / "m", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m"]
+    with pytest.raises(hp.HeadPruneError, match="no model"):  # it went with all that was in it
+        hp.save(model, tmp_path, overwrite=True)
+    with pytest.raises(hp.HeadPruneError, match="cannot be replaced"):
+        hp.save(model, ".", overwrite=True)
+    assert files(tmp_path / "m")
 
 
 def test_a_command_finds_what_a_killed_save_left(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_score_then_prune_then_report(scored: Path, bert_folder: Path) -> None:
     assert (scored / "report.md").read_text() == text
 
 
-def test_a_pruned_run_is_not_overwritten(pruned: Path) -> None:
+def test_a_pruned_run_is_not_overwritten(pruned: Path, data_folder: Path) -> None:
     first = (pruned / "metrics.json").read_text()
     run(*PRUNE, 2, "--no-repair")  # goes to the next free folder
     assert (pruned / "metrics.json").read_text() == first
@@ -78,6 +78,9 @@ def test_a_pruned_run_is_not_overwritten(pruned: Path) -> None:
     assert "was pruned before" in run(*PRUNE, 2, "-o", pruned, code=1).stderr
     run(*PRUNE, 2, "--no-repair", "-o", pruned, "--overwrite")
     assert metrics_of(pruned)["budgets"][0]["kept"] == 2
+    for typed in ([*PRUNE, 1], ["score"]):  # which would remove the model
+        assert "would be removed" in stderr_of(*typed, pruned, "-d", data_folder, "-o", pruned, "--overwrite", code=1)
+    assert (pruned / "pruned-2").is_dir()
 
 
 @pytest.mark.slow

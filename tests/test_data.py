@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import shutil
 from collections.abc import Sequence
@@ -294,6 +295,15 @@ def test_labels_for_several_classes_at_once(label: Any) -> None:
     with pytest.raises(hp.HeadPruneError, match="takes 3 numbers from 0 to 1"):
         classes.several(label, any_number=False)
     assert classes.several([0, 0.5, 1], any_number=False) == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("label", [math.nan, math.inf])
+def test_numbers_that_are_none_are_no_labels(label: float) -> None:
+    """Of such a row, only its place in the sorted batches was named, and only by a command that came to its loss."""
+    with pytest.raises(hp.HeadPruneError, match=f"label {label} does not fit"):
+        Classes(tf.BertConfig(num_labels=1)).number(label)
+    with pytest.raises(hp.HeadPruneError, match="takes 2 numbers"):
+        Classes(tf.BertConfig(num_labels=2)).several([0.5, label], any_number=True)
 
 
 def labels_of(loaded: LoadedModel, data: Path) -> tuple[list[Any], list[str]]:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,18 @@ def test_runs_without_common_examples_are_independent(runs: Path) -> None:
         [value, value - half, value + half]
     )
     assert "nothing is paired" in run("compare", *folders).stdout
+
+
+def test_runs_are_not_paired_where_labels_have_changed(bert_folder: Path, data_folder: Path, here: Path) -> None:
+    """Equal models differed by points, "paired", where rows and inputs were the same and labels were not."""
+    shutil.copytree(data_folder, "data")
+    for name in ("a", "b"):
+        run(*PRUNE, 3, bert_folder, "-d", "data", "-m", "weight-norm", "-o", name)
+        rows = [json.loads(line) for line in Path("data/test.jsonl").read_text().splitlines()]
+        write_jsonl(Path("data/test.jsonl"), [{**row, "label": 1 - row["label"]} for row in rows])
+    document = json.loads(run("compare", "a", "b", "--json").stdout)
+    assert not document["pairs"][0]["paired"]
+    assert document["notes"][0].startswith("The runs report on different examples or labels")
 
 
 def test_metrics_that_are_no_means_are_paired_on_the_same_examples(

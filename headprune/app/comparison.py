@@ -123,7 +123,7 @@ def _values(
     here, there = a.common(b)
     common, most = len(here), max(len(a.rows), len(b.rows))
     if common < 2:
-        notes.append(f"The runs report on different examples, {_INDEPENDENT}")
+        notes.append(f"The runs report on different examples or labels, or one is of an older version, {_INDEPENDENT}")
         return None
     if metric not in LOSSES and not here == there == list(range(most)):
         why = f"{metric} is no mean over examples, and the runs report on others or in another order"

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, TypeVar
 
 from headprune import files
 from headprune.app.documents import Heads, Metrics, Orders, ReportValues, Run
+from headprune.app.sources import resolved
 from headprune.errors import HeadPruneError, Stopped, check_link, check_writable
 from headprune.files import BusyError, digest, locked, remove
 from headprune.parallel import current
@@ -112,6 +113,18 @@ class Folder:
             if path.is_dir() and Folder(path).in_use:
                 hint = "Wait for it and run the same command again, or choose another folder with -o."
                 raise BusyError(f"{path}, which a new result would remove, is in use by another process.", hint)
+
+    def check_spares(self, model: Path) -> None:
+        """Refuse to make a result of a model that this result would remove.
+
+        Raises:
+            HeadPruneError: The model lies in what is replaced.
+        """
+        if model.is_dir() and {model.resolve(), *model.resolve().parents} & {
+            path.resolve() for path in self._replaced()
+        }:
+            message = f"The model {model} lies in {self.path}, and would be removed with what a new run replaces there."
+            raise HeadPruneError(message, "Choose another folder with -o.")
 
     def _replaced(self) -> set[Path]:
         """The paths that a new result replaces or removes."""
@@ -337,16 +350,18 @@ def choose_folder(output: Path | None, model: str, overwrite: bool, key: str) ->
     """The folder a new run writes to: the one asked for, or the next free ``reports/<model>-<n>``.
 
     Args:
+        model: As it was named.
         key: The command's key (`key_of`): it continues in a folder where it was interrupted.
 
     Raises:
-        HeadPruneError: The folder exists and is not empty, and may not be overwritten.
+        HeadPruneError: The folder exists and is not empty, and may not be overwritten; or the run would remove its own model.
     """
     if output is not None:
         folder = RunFolder(output)
         check_free(folder, overwrite or folder.left_by == key)
+        folder.check_spares(Path(resolved(model)))
         return folder
-    stem = re.sub(r"[^\w.-]+", "-", model).strip("-") or "model"
+    stem = re.sub(r"[^\w.-]+", "-", Path(model.rstrip("/")).name).strip("-") or "model"
     for n in count(1):
         folder = RunFolder(REPORTS / f"{stem}-{n}")
         folder.settle()

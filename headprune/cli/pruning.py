@@ -65,7 +65,7 @@ def score(
     key = runs.key_of("score", data, loading, writing.output, writing.overwrite, model, method, distil, seed)
     methods = known_methods(method or DEFAULT_METHODS)
     options = options_of(None, model, data, loading, MetricOptions(), seed, typed, distil=distil, methods=methods)
-    choose = partial(runs.choose_folder, writing.output, Path(model.rstrip("/")).name, writing.overwrite, key)
+    choose = partial(runs.choose_folder, writing.output, model, writing.overwrite, key)
     if writing.dry_run:
         opened = scene.open_scene(options, console, labelled=None)
         path = choose().path
@@ -310,7 +310,7 @@ def _prune_folder(source: RunFolder | None, output: Path | None, model: str, ove
         if output == source.path:
             raise HeadPruneError(f"{source.path} was pruned before.", "Choose another with -o, or add --overwrite.")
         output = None
-    return choose_folder(output, Path(model.rstrip("/")).name, overwrite, key)
+    return choose_folder(output, model, overwrite, key)
 
 
 def _dry_run(config: PruneConfig, folder: RunFolder, console: Console) -> None:

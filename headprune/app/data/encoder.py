@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -289,7 +290,7 @@ class Classes:
         Raises:
             HeadPruneError: The model's head has no such class.
         """
-        if self.count == 1 and isinstance(value, int | float):
+        if self.count == 1 and isinstance(value, int | float) and math.isfinite(value):
             return float(value)
         number = None
         if isinstance(value, str):
@@ -323,7 +324,9 @@ class Classes:
             held = {self.number(each) for each in value}
             return [float(i in held) for i in range(self.count)]
         fits = isinstance(value, list) and len(value) == self.count
-        if not fits or not all(isinstance(x, int | float) and (any_number or 0 <= x <= 1) for x in value):
+        if not fits or not all(
+            isinstance(x, int | float) and (math.isfinite(x) if any_number else 0 <= x <= 1) for x in value
+        ):
             takes = f"{self.count} numbers{'' if any_number else ' from 0 to 1'}"
             hint = "Give a 0 or a 1 for each of the model's classes, in their order."
             raise HeadPruneError(f"label {value} does not fit the model's head, which takes {takes}.", hint)

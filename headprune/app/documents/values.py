@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from headprune.app.data import Part
+from headprune.app.data.encoder import content_hash
 from headprune.app.documents.run import Examples
 from headprune.documents import Count
 from headprune.errors import HeadPruneError, first_line
@@ -84,7 +85,7 @@ class ReportValues:
 
     Attributes:
         rows: ``[examples]``, row numbers in the split.
-        inputs: ``[examples]``, hashes of the inputs.
+        inputs: ``[examples]``, hashes of the inputs with their labels; in older files without them.
         models: By ``"dense"`` or the checkpoint's name; of their metrics only those that are no means are in the file.
     """
 
@@ -95,7 +96,7 @@ class ReportValues:
     @classmethod
     def of(cls, part: Part, models: Mapping[str, Measurement]) -> ReportValues:
         order = part.order()
-        inputs = np.array([int(part.inputs[i], 16) for i in order], np.uint64)
+        inputs = np.array([int(content_hash(part.features[i]), 16) for i in order], np.uint64)
         return cls(np.array([part.rows[i] for i in order]), inputs, models)
 
     def common(self, other: ReportValues) -> tuple[list[int], list[int]]:
