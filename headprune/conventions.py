@@ -193,13 +193,13 @@ def _numbers(logits: Tensor, labels: Tensor, binary: bool) -> Outcome:
 def _classes(logits: Tensor, labels: Tensor) -> Outcome:
     """Cross-entropy of ``logits`` [batch, tokens, classes] against ``labels`` [batch, tokens]."""
     counted = labels != IGNORED
-    # In rows of classes: along a dimension before the last, a large vocabulary takes five times as long on a CPU, and more on a GPU.
-    rows = widened(logits).flatten(0, 1), labels.long().flatten()
+    rows = (
+        widened(logits).flatten(0, 1),
+        labels.long().flatten(),
+    )  # with classes in the middle it takes five times as long
     loss = F.cross_entropy(*rows, ignore_index=IGNORED, reduction="none").view(labels.shape)
     tokens = counted.sum(dim=1)
-    guesses, known, which = (
-        t.cpu() for t in (logits.detach().argmax(dim=-1), labels, counted)
-    )  # every copy waits for a GPU
+    guesses, known, which = (t.cpu() for t in (logits.detach().argmax(dim=-1), labels, counted))
     predictions, targets = ([row[own] for row, own in zip(rows, which, strict=True)] for rows in (guesses, known))
     return Outcome(loss.sum(dim=1) / tokens.clamp(min=1), tokens, predictions, targets)
 

@@ -190,7 +190,9 @@ def _measurement(outcomes: Sequence[tuple[Any, ...]], losses: ExampleLoss) -> tu
     metrics = {"loss": float((loss * tokens).sum() / labels)}
     if guesses:
         metrics["accuracy"] = float(correct.sum() / labels)
-        truth, guess = torch.cat(truths).numpy(), torch.cat(guesses).numpy()
+        # Of several labels at once, each is a class of its own.
+        each = losses.use.convention == BINARY and len({labels.shape for labels in truths}) == 1
+        truth, guess = ((torch.stack if each else torch.cat)(values).numpy() for values in (truths, guesses))
         if losses.use.classifies and len(np.unique(truth)) <= 100:
             from sklearn.metrics import f1_score
 

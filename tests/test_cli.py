@@ -13,7 +13,7 @@ import transformers as tf
 import headprune as hp
 from tests.support.commands import PRUNE, metrics_of, python, run, stderr_of
 from tests.support.documents import opened
-from tests.support.folders import sentences
+from tests.support.folders import sentences, tokenizer
 
 pytestmark = pytest.mark.usefixtures("brief")
 ROOT = Path(__file__).parent.parent
@@ -117,6 +117,18 @@ def test_inspect(bert_folder: Path, llama_folder: Path) -> None:
     assert "bert.encoder.layer.1.attention.self" in run("inspect", bert_folder).stdout.replace("\n", "")
     document = json.loads(run("inspect", llama_folder, "--json", "-q").stdout)
     assert [a["num_kv_heads"] for a in document["layers"]] == [2, 2]
+
+
+def test_a_layer_that_lost_all_heads_has_none(llama_folder: Path, data_folder: Path, here: Path) -> None:
+    """What stays there for the cache was counted as heads, and had roles."""
+    model = tf.LlamaForCausalLM.from_pretrained(llama_folder)
+    hp.prune(model, {"model.layers.1.self_attn": [0, 1, 2, 3]}, {"input_ids": torch.tensor([[2, 5, 6, 7, 3]])})
+    hp.save(model, here / "pruned")
+    tokenizer().save_pretrained(here / "pruned")
+    assert "LlamaForCausalLM: 4 heads" in run("inspect", "pruned").stdout
+    run("score", "pruned", "-d", data_folder, "-m", "weight-norm", "-o", "run", "-q")
+    assert json.loads((here / "run" / "run.json").read_text())["model"]["heads"] == 4
+    assert [len(layer["heads"]) for layer in json.loads((here / "run" / "heads.json").read_text())["layers"]] == [4, 0]
 
 
 def test_a_model_without_a_tokenizer(bert_folder: Path, data_folder: Path, here: Path) -> None:

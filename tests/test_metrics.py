@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.evaluation import interval
+from headprune.metrics import metric_named
 from tests.support.brute import squad
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
@@ -108,6 +109,21 @@ def test_values_are_the_librarys_and_errors_the_jackknifes(kind: str, name: str)
     low = -np.inf if name.startswith(UNBOUNDED) else -1 if name in CORRELATIONS else 0
     ends = ends.clip(low, 0 if name.startswith("neg") else 1)
     assert interval(one, name) == pytest.approx(tuple(ends), abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["labels", "several", "tags"])
+def test_f1_macro_is_the_same_unasked(kind: str) -> None:
+    """Of several labels at once it was the mean of the ones' and the zeros'."""
+    x, y = drawn(kind, 20)
+    name = "f1_macro"
+    assert measured(kind, x, y, size=7).metrics[name] == measured(kind, x, y, name).metrics[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), [("roc_auc", 0.5), ("roc_auc_ovr_weighted", 0.5), ("r2", 0.0), ("f1", None)]
+)
+def test_what_a_model_that_knows_nothing_has(name: str, level: float | None) -> None:
+    assert metric_named(name).chance == level
 
 
 @pytest.mark.parametrize("name", ["r2", "explained_variance", "d2_absolute_error_score", "neg_mean_squared_error"])

@@ -98,6 +98,7 @@ def test_later_budgets_need_no_search(scored: Path, here: Path, monkeypatch: pyt
     [
         (7, [9, 36], "accuracy", 2 / 3),
         (14, [16, 32], "loss", math.log(3) - 2 / 3 * math.log(2)),  # the entropy of labels of which two thirds are 1
+        (15, [17, 64], "loss", 2 / 9),  # the variance of numbers of which two thirds are 1
         (28, [30], "perplexity", 3 / 2 ** (2 / 3)),  # once the vocabulary's size, though the model gives two classes
     ],
 )
@@ -108,7 +109,8 @@ def test_longer_inputs_are_longer_and_guessing_is_known(
 
     Without the metric of always giving the most frequent label, a model that does so was recommended with fewer heads.
     """
-    config = tf.BertConfig(**common(max_position_embeddings=32 if words > 7 else 64, num_hidden_layers=1))
+    positions, classes = 64 if words in (7, 15) else 32, 1 if words == 15 else 2
+    config = tf.BertConfig(**common(max_position_embeddings=positions, num_hidden_layers=1), num_labels=classes)
     randomise(tf.BertForSequenceClassification(config)).save_pretrained(here / "model")
     tokenizer().save_pretrained(here / "model")
     for seed, split in enumerate(("train", "validation", "test")):

@@ -104,25 +104,16 @@ class Folder:
             yield
 
     def check_idle(self) -> None:
-        """Refuse to replace a subfolder that another process is writing to, as its work would be removed.
-
-        Raises:
-            BusyError: There is one.
-        """
+        """Raise BusyError if another process is writing to a subfolder that would be replaced: its work would be removed."""
         for path in sorted(self._replaced()):
             if path.is_dir() and Folder(path).in_use:
                 hint = "Wait for it and run the same command again, or choose another folder with -o."
                 raise BusyError(f"{path}, which a new result would remove, is in use by another process.", hint)
 
     def check_spares(self, model: Path) -> None:
-        """Refuse to make a result of a model that this result would remove.
-
-        Raises:
-            HeadPruneError: The model lies in what is replaced.
-        """
-        if model.is_dir() and {model.resolve(), *model.resolve().parents} & {
-            path.resolve() for path in self._replaced()
-        }:
+        """Raise HeadPruneError if a new result would remove the model that it is made of."""
+        gone = {path.resolve() for path in self._replaced()}
+        if model.is_dir() and gone & {model.resolve(), *model.resolve().parents}:
             message = f"The model {model} lies in {self.path}, and would be removed with what a new run replaces there."
             raise HeadPruneError(message, "Choose another folder with -o.")
 
@@ -131,10 +122,7 @@ class Folder:
         return {path for pattern in self.parts for path in self.path.glob(pattern) if path.name not in OWN}
 
     def publish(self, content: Path) -> None:
-        """Replace the folder's content by that of another folder.
-
-        Args:
-            content: The other folder: complete, and in `unfinished`, so that one rename commits it.
+        """Replace the folder's content by that of ``content``: a complete folder in `unfinished`, so that one rename commits it.
 
         Raises:
             BusyError: Another process is writing to a subfolder that would be removed; nothing has changed then.
@@ -183,11 +171,7 @@ AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
 def key_of(*options: Any) -> str:
-    """A hash of a command's options; commands with the same key continue each other's work.
-
-    Args:
-        options: Plain values, and dataclasses of them.
-    """
+    """A hash of a command's options (plain values, and dataclasses of them); commands with one key continue each other's work."""
     return digest(repr(options))
 
 

@@ -33,7 +33,7 @@ def inspect(model: Model, loading: LoadOptions, console: Console) -> None:
     loaded = load_model(model, loading, with_processor=False, any_task=True)
     console.say(*loaded.notes)
     layers = find_attention(loaded.model, dummy_input(loaded, 2, 8))
-    terminal.print_layers(console, type(loaded.model).__name__, layers)
+    terminal.print_layers(console, loaded.model, layers)
     console.document({"model": model, "layers": [layer.to_json() for layer in layers]})
 
 

@@ -158,7 +158,7 @@ def print_dry_run(console: Console, scene: Scene, methods: Sequence[str], folder
     from headprune import documents
     from headprune.app.documents import Cut
 
-    print_layers(console, type(scene.model).__name__, scene.layers)
+    print_layers(console, scene.model, scene.layers)
     console.result(f"Would {doing}. {cost} Nothing was written.")
     console.document({
         "folder": str(folder), "methods": list(methods), "parts": documents.to_json(Cut.of(scene.parts)),
@@ -166,8 +166,9 @@ def print_dry_run(console: Console, scene: Scene, methods: Sequence[str], folder
     })  # fmt: skip
 
 
-def print_layers(console: Console, name: str, layers: list[Any]) -> None:
+def print_layers(console: Console, model: Any, layers: list[Any]) -> None:
     from headprune.app.report.content import Table
+    from headprune.pruned import ghosts
 
     rows = []
     for a in layers:
@@ -175,7 +176,8 @@ def print_layers(console: Console, name: str, layers: list[Any]) -> None:
         numbers = (str(number) for number in (a.num_heads, a.num_kv_heads, a.head_dim))
         rows.append((f"L{a.index}", a.name, a.kind, *numbers, unit if a.prunable else f"no: {a.reason}"))
     head = ("", "attention layer", "kind", "heads", "key/value", "width", "prunable")
-    print_table(console, f"{name}: {sum(a.num_heads for a in layers)} heads", Table(head, rows))
+    heads = sum(a.num_heads for a in layers if a.name not in ghosts(model))
+    print_table(console, f"{type(model).__name__}: {heads} heads", Table(head, rows))
 
 
 def print_pruned(console: Console, folder: RunFolder) -> None:

@@ -44,7 +44,8 @@ def scorer(name: str) -> Metric | None:
     width = float(percent or name in _CORRELATIONS)
     lowest = 0.0 if percent else -1.0 if width else float("-inf")
     highest = 0.0 if name.startswith("neg_") else 1.0 if name.startswith(_EXPLAINS) else float("inf")
-    chance, ranks = 0.0 if name.startswith((*_CORRELATIONS, *_EXPLAINS)) else None, name.startswith(_RANKS)
+    chance = 0.0 if name.startswith((*_CORRELATIONS, *_EXPLAINS)) else 0.5 if name.startswith("roc_auc") else None
+    ranks = name.startswith(_RANKS)
     return Metric(
         name, forms, score, width=width, lowest=lowest, highest=highest, percent=percent, chance=chance, ranks=ranks
     )

@@ -59,13 +59,10 @@ def repair(
 ) -> Repair:
     """Refit a model's kept heads in place, before the heads of a plan are removed.
 
-    Every W_O that loses a head is fitted by least squares, over all tokens but padding, to map the kept heads' outputs
-    to the dense W_O's outputs. The kept heads' values are fitted too, where that does better on held-out examples. The
-    removed heads' columns become zero: the model answers as it will after `headprune.prune`, which you call next (but for
-    layers that keep their old weights: `Repair.notes`).
-
-    Formulas and sources: docs/planning.md, Repair. Every step is fitted to all of ``batches``, and kept only if that
-    brings the answers nearer to the dense model's on ``choose``; with few examples, by more than chance.
+    Every W_O that loses a head is fitted by least squares, over all tokens but padding, to map the kept heads' outputs to the
+    dense W_O's outputs; the kept heads' values too, where that does better on held-out examples. The removed heads' columns
+    become zero, as `headprune.prune`, which you call next, removes them (not in layers that keep their weights: `Repair.notes`).
+    Each step is kept only if it brings the answers nearer to the dense model's on ``choose`` (docs/planning.md).
 
     Args:
         model: The dense model, or one pruned before; its outputs are the target of the fit.

@@ -29,6 +29,7 @@ from headprune.inputs import (
     vocabulary_size,
     without_labels,
 )
+from headprune.pruned import ghosts
 from headprune.running import quiet
 from headprune.seeing.maps import Weights, attention_weights, collect, collect_by_example, on_device, rows_of
 from headprune.seeing.sums import (
@@ -224,9 +225,10 @@ def _seen_layers(
     Raises:
         HeadPruneError: No layer's weights can be seen.
     """
-    unseen: dict[str, str] = {}
+    unseen = {layer.name: layer.reason for layer in layers if layer.name in ghosts(model)}  # what is left is no head
+    live = [layer for layer in layers if layer.name not in unseen]
     with patch_grids(model) as grid_of:
-        positions = collect(model, layers, example, 1, lambda weights: weights.shape[2], unseen)
+        positions = collect(model, live, example, 1, lambda weights: weights.shape[2], unseen)
     seen = [layer for layer in layers if layer.name not in unseen]
     if not seen:
         raise HeadPruneError(next(iter(unseen.values()), "The model has no attention layer."), "Name other layers.")

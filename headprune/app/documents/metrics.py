@@ -27,7 +27,7 @@ class Dense(Measured):
     Attributes:
         flops: FLOPs of one forward pass on an example of median length.
         guessing: The metric of a model that only guesses: the share of the most frequent label (for several labels at once, of each;
-            for answers, of start and end), for the loss the entropy of the labels, for perplexity its exponential; where
+            for answers, of start and end), for the loss the labels' entropy (the variance of numbers), for perplexity its exponential; where
             tokens are predicted, as if all of the vocabulary were as likely. None if unknown.
         weights, dtype: As in `BudgetResult`, of the checkpoint that the model was loaded from.
     """

@@ -27,6 +27,7 @@ from headprune.fingerprint import config_hash, fingerprint, processor_hash, vers
 from headprune.inputs import model_device
 from headprune.parallel import current
 from headprune.plan_search import SearchResult
+from headprune.pruned import ghosts
 from headprune.scoring import HeadScores, Settings, method_and_settings, save_scores, score
 from headprune.store import Store, digest
 
@@ -94,7 +95,8 @@ def run_document(scene: Scene, folder: runs.RunFolder) -> documents.Run:
         class_name=type(scene.model).__name__, task=scene.loaded.task.name, metric=scene.metric,
         dtype=name_of(parameter.dtype), attention=attention if isinstance(attention, str) else None,
         parameters=latency.parameters(scene.model), fingerprint=fingerprint(scene.model), config=config_hash(scene.model),
-        processor=processor_hash(scene.loaded.processor), heads=sum(layer.num_heads for layer in scene.layers),
+        processor=processor_hash(scene.loaded.processor),
+        heads=sum(layer.num_heads for layer in scene.layers if layer.name not in ghosts(scene.model)),
         layers=tuple(map(documents.LayerFacts.of, scene.layers)),
     )  # fmt: skip
     return documents.Run(

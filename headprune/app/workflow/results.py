@@ -170,8 +170,9 @@ def guessing(scene: Scene) -> float | None:
     if scene.metric != "accuracy" and scene.loaded.task.metric == "perplexity":  # it predicts tokens
         size = getattr(scene.loaded.config.get_text_config(), "vocab_size", None)
         return value_of(scene.metric, math.log(size), 1) if isinstance(size, int) else None
-    if regresses(scene.model):
-        return None
+    if regresses(scene.model):  # it always answers the mean
+        numbers = [feature["labels"] for feature in scene.parts.report.features if "labels" in feature]
+        return float(np.var(numbers, axis=0).mean()) if numbers else None
     # Where an example has several labels at once, each has a most frequent value of its own; so have an answer's start and end.
     counts: dict[tuple[str, int], Counter[float]] = {}
     for feature in scene.parts.report.features:
