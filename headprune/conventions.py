@@ -1,7 +1,7 @@
 """Conventions by which models compare logits with labels, and each example's loss and predictions by them.
 
 Class names do not matter: the convention is the one that gives the model's own loss, checked once on one or two
-examples. If none does, the model computes its loss itself, for one example at a time. A model without a loss of its own
+examples. If none does, the model computes its loss itself, for one example at a time. Without a loss of its own a model
 needs ``loss_fn`` if more than one convention is possible.
 """
 
@@ -193,11 +193,9 @@ def _numbers(logits: Tensor, labels: Tensor, binary: bool) -> Outcome:
 def _classes(logits: Tensor, labels: Tensor) -> Outcome:
     """Cross-entropy of ``logits`` [batch, tokens, classes] against ``labels`` [batch, tokens]."""
     counted = labels != IGNORED
-    rows = (
-        widened(logits).flatten(0, 1),
-        labels.long().flatten(),
-    )  # with classes in the middle it takes five times as long
-    loss = F.cross_entropy(*rows, ignore_index=IGNORED, reduction="none").view(labels.shape)
+    # In rows of classes: with the classes in the middle, a large vocabulary takes five times as long.
+    rows = widened(logits).flatten(0, 1)
+    loss = F.cross_entropy(rows, labels.long().flatten(), ignore_index=IGNORED, reduction="none").view(labels.shape)
     tokens = counted.sum(dim=1)
     guesses, known, which = (t.cpu() for t in (logits.detach().argmax(dim=-1), labels, counted))
     predictions, targets = ([row[own] for row, own in zip(rows, which, strict=True)] for rows in (guesses, known))
