@@ -253,7 +253,6 @@ def test_scores_equal_the_cpus() -> None:
     scores_alike(small(), ["ablation", "resample-ablation", "entropy"])
 
 
-@pytest.mark.slow
 def test_large_weights_have_one_fingerprint_everywhere() -> None:
     """A GPU's weights are hashed in parts of 64 MiB."""
     model = nn.Linear(4200, 4200, bias=False)
@@ -261,6 +260,7 @@ def test_large_weights_have_one_fingerprint_everywhere() -> None:
         assert fingerprint(copy.deepcopy(model).to(PLACE)) == fingerprint(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_scores_equal_the_cpus(name: str) -> None:
     # The gates that these train get their slopes on the CPU: within a backward pass the pretended device can't tell that from a cast.
