@@ -202,6 +202,8 @@ def test_pairs_are_weighed_by_the_scores_own_order_of_layers() -> None:
 class Ratio(nn.Module):
     """Its answers are no numbers without the first head."""
 
+    first = WIDTH // 4  # features that it divides by
+
     def __init__(self) -> None:
         super().__init__()
         self.attention, self.head = Attention(), nn.Linear(WIDTH, 3)
@@ -211,7 +213,7 @@ class Ratio(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.attention(x)
-        size = out[..., : WIDTH // 4].abs().sum((-1, -2))
+        size = out[..., : self.first].abs().sum((-1, -2))
         return self.head(out.mean(1)) * (size / size)[:, None]
 
 
@@ -230,16 +232,13 @@ def test_an_order_whose_answers_are_no_numbers_is_the_last() -> None:
 class GroupRatio(Ratio):
     """As `Ratio`, by the heads of a key/value group together."""
 
+    first = WIDTH // 2
+
     def __init__(self) -> None:
         super().__init__()
         self.attention = randomise(GroupedAttention(Shape(2, 2, WIDTH // 4, True), WIDTH))
         self.attention.o_proj.weight.data.copy_(torch.eye(WIDTH))
         self.attention.o_proj.bias.data.zero_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.attention(x)
-        size = out[..., : WIDTH // 2].abs().sum((-1, -2))
-        return self.head(out.mean(1)) * (size / size)[:, None]
 
 
 def test_groups_whose_answers_are_no_numbers_go_after_slices() -> None:
