@@ -27,7 +27,7 @@ _FIRST_RIDGE = 0.3  # for layers that have lost no head: cross-validation has no
 
 @dataclass(frozen=True)
 class _Removal:
-    """How removing each unit changes the output of one W_O: for unit u by ``(x - mean) P[:, u] Q[u]``.
+    """How removing each of some units changes the output of one W_O: for unit u by ``(x - mean) P[:, u] Q[u]``.
 
     Attributes:
         kept: Indices of the inputs that are not removed yet, ``[in]``.
@@ -77,8 +77,8 @@ def effects(
         HeadPruneError: Some effects are not finite.
     """
     weights = fit_layers(calibration, drop)
-    every = {p.name: _removal(calibration, p, layers, drop, weights, units) for p in calibration.projections}
-    removals = {name: removal for name, removal in every.items() if removal is not None}
+    every = {p.name: _removals(calibration, p, layers, drop, weights, units) for p in calibration.projections}
+    removals = {name: own for name, own in every.items() if own}
     fitted = {layer.name for projection in calibration.projections for layer in projection.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
 
@@ -91,11 +91,11 @@ def effects(
         parts: dict[str, Tensor] = {}
         for name, calls in calibration.slopes(index).items():
             for x, slope in calls if name in removals else ():
-                removals[name] = removals[name].near(x)
-                seen = _effects(size, removals[name], x, slope)
+                removals[name] = [removal.near(x) for removal in removals[name]]
+                seen = torch.cat([_effects(size, removal, x, slope) for removal in removals[name]], 1)
                 parts[name] = parts[name] + seen if name in parts else seen
         if parts:
-            columns = [removals[name].columns for name in parts]
+            columns = [[i for removal in removals[name] for i in removal.columns] for name in parts]
             each = torch.split(gathered(list(parts.values()), dim=1), list(map(len, columns)), dim=1)
             for own, part in zip(columns, each, strict=True):
                 out[:, own] += part
@@ -130,19 +130,22 @@ def _gated(calibration: Calibration, layers: Layers, index: int, units: Sequence
     return -torch.stack(rows).detach()
 
 
-def _removal(
+def _removals(
     calibration: Calibration,
     projection: OutputProjection,
     layers: Layers,
     drop: Heads,
     weights: RepairWeights,
     units: Sequence[Unit],
-) -> _Removal | None:
-    """How removing each unit that ends in one W_O changes it; None if no unit does."""
+) -> list[_Removal]:
+    """How removing each unit that ends in one W_O changes it; for units of one size each."""
     features = {layer.name: layer.output_projection.features for layer in projection.layers if layer.output_projection}
-    columns = [i for i, unit in enumerate(units) if layers[unit.layer].name in features]
-    if not columns:
-        return None
+    of_size: dict[int, list[int]] = {}
+    for i, unit in enumerate(units):
+        if layers[unit.layer].name in features:
+            of_size.setdefault(len(unit.heads), []).append(i)
+    if not of_size:
+        return []
     current = weights.by_module[projection.name][0] if projection.name in weights.by_module else projection.weight.cpu()
     ridge = weights.ridges.get(projection.name, _FIRST_RIDGE if calibration.ridge is None else calibration.ridge)
     if not calibration.is_seen(projection):
@@ -155,22 +158,25 @@ def _removal(
         inverse = torch.linalg.inv(hessian)
     at = {int(feature): i for i, feature in enumerate(kept)}
     values = calibration.values.get(projection.name) if inverse is not None else None
-    heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
-    own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
-    width = max(map(len, own))
-    left = mean.new_zeros(len(kept), len(own), width)
-    right = torch.zeros(len(own), width, current.shape[1], dtype=torch.float64)
-    for u, these in enumerate(own):
-        right[u, : len(these)] = -current[these]
-        block = [at[f] for f in these]
-        if inverse is None:  # nothing is compensated: only the unit's own weights become zero
-            left[block, u, range(len(these))] = 1.0
-            continue
-        if values is not None:  # what its heads could read along further directions is removed too
-            starts = [len(projection.weight) + h * values.head_dim for _, h in heads[u]]
-            block += [at[start + j] for start in starts for j in range(values.head_dim)]
-        left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
-    return _Removal(kept, mean, left, right, columns)
+    removals = []
+    for columns in of_size.values():
+        heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
+        own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
+        width = max(map(len, own))
+        left = mean.new_zeros(len(kept), len(own), width)
+        right = torch.zeros(len(own), width, current.shape[1], dtype=torch.float64)
+        for u, these in enumerate(own):
+            right[u, : len(these)] = -current[these]
+            block = [at[f] for f in these]
+            if inverse is None:  # nothing is compensated: only the unit's own weights become zero
+                left[block, u, range(len(these))] = 1.0
+                continue
+            if values is not None:  # what its heads could read along further directions is removed too
+                starts = [len(projection.weight) + h * values.head_dim for _, h in heads[u]]
+                block += [at[start + j] for start in starts for j in range(values.head_dim)]
+            left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
+        removals.append(_Removal(kept, mean, left, right, columns))
+    return removals
 
 
 def _hessian(

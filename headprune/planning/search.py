@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,7 +16,7 @@ from headprune.batches import apparent_size
 from headprune.errors import HeadPruneError
 from headprune.losses import ExampleLoss
 from headprune.planning.effects import effects
-from headprune.planning.order import SLICES, Order, Unit, sliced
+from headprune.planning.order import GROUPS, SLICES, Order, Unit, has_groups, sliced
 from headprune.planning.strategies import Search, SearchState, Work, flops_of_pass, spread, strategy
 from headprune.repairing import Calibration, fit_layers
 from headprune.repairing.runner import Runner
@@ -167,13 +168,18 @@ def _ranked(calibration: Calibration, state: SearchState) -> tuple[list[Unit], f
     search, units, runner = state.search, state.units(), calibration.runner
     if not units:
         return [], 0.0
+    # While no head is removed, both kinds of orders are at the same place, so one measurement serves both.
+    kinds = (GROUPS, SLICES) if has_groups(search.layers) and not state.steps else (search.kind,)
+    of_kinds = {kind: replace(state, search=replace(search, kind=kind)).units() for kind in kinds}
 
-    def measured() -> tuple[Tensor, float]:
-        before = runner.passes
-        changes = effects(calibration, search.layers, state.drop, units, search.effort.examples)
-        return changes, runner.passes - before
+    def measured() -> tuple[dict[str, Tensor], float]:
+        before, every = runner.passes, [unit for own in of_kinds.values() for unit in own]
+        changes = effects(calibration, search.layers, state.drop, every, search.effort.examples)
+        parts = changes.split([len(own) for own in of_kinds.values()], dim=1)
+        return dict(zip(of_kinds, parts, strict=True)), runner.passes - before
 
-    changes, passes = search.store.get(f"effects by {search.kind}, {sorted(state.drop.items())}", measured)
+    of_kind, passes = search.store.get(f"effects by {' and '.join(kinds)}, {sorted(state.drop.items())}", measured)
+    changes = of_kind[search.kind]
     if search.kind == SLICES:
         units, changes = _in_slices(search, units, changes)
     sizes = changes.abs().mean(0).tolist()
@@ -223,10 +229,11 @@ def work_of(search: Search, strategy: str, levels: Sequence[int], times: int = 1
     start = SearchState(search).kept
     looks = 1 if strategy == "compensated" else max(1, len(stages(start, levels)))
     # A measurement is a forward and a backward pass, which counts as two; and one more if values are refitted.
-    passes = looks * (3 + bool(calibration.values)) * _share(runner, search.effort.examples)
+    look = (3 + bool(calibration.values)) * _share(runner, search.effort.examples)
+    passes = (looks - 1) * look
     if strategy == "greedy":
         passes += _TRIED * (start - min(levels, default=start)) * _share(runner, _TRIED_EXAMPLES)
-    passes = calibration.cost + times * passes
+    passes = calibration.cost + look + times * passes  # the first look serves all orders
     return Work(passes, passes * flops_of_pass(runner.model, runner.batches), runner.examples)
 
 
