@@ -14,7 +14,6 @@ To add a method, write a function like `Run` below and put it into `METHODS`.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import os
@@ -22,8 +21,8 @@ import re
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,9 +46,13 @@ from real import ROOT, LeftOutError, about, number, say
 from torch import nn
 
 import headprune as hp
+from headprune.api import candidates, methods_for
+from headprune.budgets import SearchOptions, budget_of
 from headprune.evaluation import evaluate
 from headprune.fingerprint import fingerprint
 from headprune.inputs import without_labels
+from headprune.plan_search import Trials, find_plans
+from headprune.running import CallbackConsole
 
 Batch = dict[str, Any]
 DRAWS = 3
@@ -90,12 +93,23 @@ def searched(strategy: str) -> Run:
     """What `headprune prune --keep N` does: its search by a strategy, and all of its repair, for each count alone."""
 
     def run(model: nn.Module, score: Any, choose: Any, layers: Any, keep: int, seed: int) -> Any:
-        (plan,) = hp.search(model, score, keep, choose=choose, strategy=strategy, layers=layers, seed=seed)
-        smaller = copy.deepcopy(model)
-        hp.repair(smaller, plan, score, choose=choose, layers=layers)
-        return baselines.applied(smaller, layers, baselines.Baseline(plan.drop))
+        known = [hp.score(model, score, method, layers=layers, seed=seed) for method in methods_for(strategy)]
+        options = SearchOptions((budget_of(f"keep {keep}"),), strategy, seed=seed)
+        trials = Trials(model, layers, score, choose, fit_choose=True)
+        subject = trials.subject(*[without_labels(model, score[0])] * 2)
+        (fit,) = find_plans(options, candidates(known), trials, lambda budget: subject, CallbackConsole()).fits
+        changes = ExitStack()
+        changes.enter_context(trials.repaired(fit.plan.drop, whole=True))
+        changes.enter_context(hp.mask(model, fit.plan.drop, layers=layers))
+        return _until_closed(changes, model)
 
     return run
+
+
+@contextmanager
+def _until_closed(changes: ExitStack, model: nn.Module) -> Iterator[nn.Module]:
+    with changes:
+        yield model
 
 
 METHODS: dict[str, Run] = {

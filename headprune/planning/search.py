@@ -175,7 +175,7 @@ def _ranked(calibration: Calibration, state: SearchState) -> tuple[list[Unit], f
     def measured() -> tuple[dict[str, Tensor], float]:
         before, every = runner.passes, [unit for own in of_kinds.values() for unit in own]
         changes = effects(calibration, search.layers, state.drop, every, search.effort.examples)
-        parts = changes.split([len(own) for own in of_kinds.values()], dim=1)
+        parts = torch.split(changes, [len(own) for own in of_kinds.values()], dim=1)
         return dict(zip(of_kinds, parts, strict=True)), runner.passes - before
 
     of_kind, passes = search.store.get(f"effects by {' and '.join(kinds)}, {sorted(state.drop.items())}", measured)

@@ -32,7 +32,7 @@ from headprune.repairing.results import AnswersRepair, AnswersStep, Changes, Rep
 from headprune.repairing.runner import Runner, Seen
 
 T = TypeVar("T")
-_DAMPINGS = (0.1, 1.0, 10.0)  # of the mean variance of an input, and of a slope
+_DAMPINGS = (0.01, 0.1, 1.0)  # of the mean variance of an input, and of a slope
 _TOKENS = 8  # per kept input of the widest W_O: so many at least are looked at, and so many
 _MANY = 2048  # in any case
 # With more tokens, one of so many batches serves to compare dampings. It is odd, as examples alternate between folds.
@@ -54,21 +54,31 @@ class _Factors:
     has_bias: bool
 
     def total(self, fold: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The second moments of inputs, of these with the divergence's slopes, and of the outputs' slopes; of one fold, or of all."""
+        """The second moments of inputs, of these with the divergence's slopes, and of the outputs' slopes; of one fold, or of all.
+
+        Each has a last row of the sums alone, for the number of tokens.
+        """
         part = slice(None) if fold is None else slice(fold, fold + 1)
-        return self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx[part].sum(0)[:-1, :-1]
+        return self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx[part].sum(0)
+
+    def slopes_along(self, steps: Sequence[Tensor]) -> Tensor:
+        """The derivative of every fold's divergence along its steps ``[steps, kept inputs (+ 1), out]``, summed over folds: ``[steps]``."""
+        xg = self.inputs.xy if self.has_bias else self.inputs.xy[:, :-1]
+        return torch.einsum("fdio,fio->d", torch.stack(list(steps)), xg)
 
 
 def _step(factors: Sequence[_Factors], damping: float, fold: int | None = None) -> Tensor:
     """K-FAC's change of W_O ``[kept inputs (+ 1 for the bias), out]``, from the sums over several sets of examples."""
     xx, xg, ss = (torch.stack(each).sum(0) for each in zip(*(own.total(fold) for own in factors), strict=True))
-    count = xx[-1, -1].clamp(min=1)
+    tokens, few, ss = xx[-1, -1].clamp(min=1), ss[-1, -1].clamp(min=1), ss[:-1, :-1]
     if not factors[0].has_bias:
         xx, xg = xx[:-1, :-1], xg[:-1]
     if not bool(xx.diagonal().any() & ss.diagonal().any()):
         return torch.zeros_like(xg)
-    left, right = ((m + damping * m.diagonal().mean() * torch.eye(len(m)).to(m)) / count for m in (xx, ss))
-    step: Tensor = -torch.linalg.solve(right, torch.linalg.solve(left, xg / count).mT).mT
+    left, right = (
+        (m + damping * m.diagonal().mean() * torch.eye(len(m)).to(m)) / n for m, n in ((xx, tokens), (ss, few))
+    )
+    step: Tensor = -torch.linalg.solve(right, torch.linalg.solve(left, xg / tokens).mT).mT
     return step
 
 
@@ -102,14 +112,19 @@ class _Look:
         If the calibration has others, the step is then fitted to them too.
         """
         some = self._some()
-        sums, examples = self._sums(some)
+        few = some[:: min(_LOOKED_AT, len(some))] if self._tokens(some) > _MANY else some
+        sums, divergences = self._sums(some, few)
         crossed = {
             n: [torch.stack([_step([own], d, 1 - f) for d in _DAMPINGS]) for f in range(FOLDS)]
             for n, own in sums.items()
         }
-        few = some[:: min(_LOOKED_AT, len(some))] if self._tokens(some) > _MANY else some
-        seen = torch.cat(self._share("directions", partial(self._try, crossed), few))
-        divergence, slopes, curvatures = seen[:, 0, 0].mean(), seen[:, 1].mean(0), seen[:, 2].square().mean(0)
+        along = [own.slopes_along(steps).cpu() for own, steps in zip(sums.values(), crossed.values(), strict=True)]
+        examples, divergence, slopes = (
+            len(divergences),
+            divergences.mean(),
+            torch.stack(along).sum(0) / len(divergences),
+        )
+        curvatures = torch.cat(self._share("curvatures", partial(self._changes_along, crossed), few)).square().mean(0)
         gains = torch.where((slopes < 0) & (curvatures > 0), slopes.square() / (2 * curvatures), 0.0)
         best = int(gains.argmax())
         if not 0 < float(gains[best]) < math.inf:
@@ -128,19 +143,20 @@ class _Look:
             return AnswersStep(changes(parts), facts, lambda part: changes([parts[part]]), others)
         return AnswersStep(changes([sums]), facts, lambda fold: changes([sums], fold))
 
-    def _sums(self, some: Sequence[int]) -> tuple[Sums, int]:
-        """The sums over the tokens of some batches, and the number of their examples."""
+    def _sums(self, some: Sequence[int], few: Sequence[int] = ()) -> tuple[Sums, Tensor]:
+        """The sums over the tokens of some batches, of outputs' slopes over those of a few; and the divergence of every example
+        ``[examples]``, summed over tokens."""
         device = None if is_offloaded(self.calibration.model) else model_device(self.calibration.model)
         sums = {
             name: _Factors(Moments(len(kept), out := p.weight.shape[1], device), Moments(out, 1, device), p.has_bias)
             for name, (p, kept) in self.places.items()
         }
-        examples = sum(self._share("slopes", partial(self._add, sums), some))
+        divergences = torch.cat(self._share("slopes", partial(self._add, sums, few), some))
         for name, own in sums.items():
             current().add(f"slopes of {name}", [own.inputs.xx, own.inputs.xy, own.outputs.xx])
             own.inputs.complete()
             own.outputs.complete()
-        return sums, examples
+        return sums, divergences
 
     def _sums_of_others(self) -> tuple[Sums, int]:
         """The sums over the calibration's others, and how many were looked at: none where they cannot be fitted to."""
@@ -149,13 +165,13 @@ class _Look:
         try:
             runner = self.calibration.runner_of_others(self.runner.examples)
             look = _Look(self.calibration, self.drop, self.start, self.places, runner)
-            result = look._sums(look._some())
+            sums, divergences = look._sums(look._some())
         except Exception as error:  # others may have another form, and a model may raise anything about it
             if is_out_of_memory(error):
                 raise
             return {}, 0
         self.runner.count(runner.passes * runner.examples)
-        return result
+        return sums, len(divergences)
 
     def _share(self, name: str, task: Callable[[int], T], some: Sequence[int]) -> list[T]:
         return self.runner.share(name, [partial(task, i) for i in some], [self.runner.batches[i] for i in some])
@@ -172,8 +188,16 @@ class _Look:
         """About how many tokens these batches have."""
         return sum(max(t.shape[:2].numel() for t in tensors(self.runner.batches[i])) for i in some)
 
-    def _seen(self, index: int) -> tuple[Tensor, Seen]:
-        """The divergence of a batch's examples ``[examples]``, summed over tokens, and its slopes, with those of a random projection."""
+    def _random(self, index: int, output: Any) -> Tensor:
+        runner = self.runner
+        return probe_of(self.calibration.model, output, runner.batches[index], runner.first(index), runner.rows)
+
+    def _seen(self, index: int, sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
+        with self.calibration.applied(self.start.by_module, self.drop):
+            return self.runner.slopes_of(self.runner.batches[index], self.places, sums_of)
+
+    def _add(self, sums: Sums, few: Sequence[int], index: int) -> Tensor:
+        """Add the tokens of a batch to the sums; returns the divergence of its examples ``[examples]``, summed over tokens."""
         runner, model, divergences = self.runner, self.calibration.model, list[Tensor]()
         batch = runner.batches[index]
         with torch.no_grad(), runner.deterministic_eval():
@@ -184,39 +208,34 @@ class _Look:
             each = self.divergence.between(known, now, batch)
             real = real_tokens(model, batch, "decoder", runner.rows, now.shape[1]) if now.ndim > 2 else None
             tokens = now.shape[1] if real is None else real.sum(1).to(each.device)
-            divergences.append(each.detach() * tokens)
-            return [(each * tokens).sum(), probe_of(model, output, batch, runner.first(index), runner.rows)]
+            divergences.append((each.detach() * tokens).double().cpu())
+            return [(each * tokens).sum(), *([self._random(index, output)] if index in few else [])]
 
-        with self.calibration.applied(self.start.by_module, self.drop):
-            seen = runner.slopes_of(batch, self.places, sums_of)
-        runner.count(6 * runner.rows.size(batch))
+        seen = self._seen(index, sums_of)
+        runner.count((6 if index in few else 4) * runner.rows.size(batch))
         if len(divergences[0]) != runner.rows.size(batch):
             raise HeadPruneError("tokens cannot be told apart by example.")
-        return divergences[0], seen
-
-    def _add(self, sums: Sums, index: int) -> int:
-        """Add the tokens of a batch to the sums; returns the number of its examples."""
-        divergence, seen = self._seen(index)
         for name, calls in seen.items():
-            for x, _, (slope, random) in calls:
+            for x, _, (slope, *random) in calls:
                 for fold, own in enumerate(folds_of(x, self.runner, index, self.runner.layer(name).kind)):
-                    x_, g, s = (t.reshape(-1, t.shape[-1])[own] for t in (x, slope, random))
+                    x_, g, *rest = (t.reshape(-1, t.shape[-1])[own] for t in (x, slope, *random))
                     one = torch.ones(len(own), device=x.device)
                     sums[name].inputs.add(fold, x_[:, self.places[name][1].to(x.device)], g, one)
-                    sums[name].outputs.add(fold, s, s[:, :1], one)
-        return len(divergence)
+                    for s in rest:
+                        sums[name].outputs.add(fold, s, s[:, :1], one)
+        return divergences[0]
 
-    def _try(self, crossed: Mapping[str, Sequence[Tensor]], index: int) -> Tensor:
-        """Of every example ``[examples, 3, dampings]``: its divergence, its derivative along the steps of the other fold, and the
-        random projection's."""
-        divergence, seen = self._seen(index)
-        own = divergence.double().cpu()[:, None].expand(-1, len(_DAMPINGS))
-        total = torch.stack([own, *torch.zeros(2, *own.shape, dtype=torch.float64)], 1)
+    def _changes_along(self, crossed: Mapping[str, Sequence[Tensor]], index: int) -> Tensor:
+        """How much a random projection of every example's answers changes along the steps of the other fold, ``[examples, dampings]``."""
+        size = self.runner.rows.size(self.runner.batches[index])
+        seen = self._seen(index, lambda output: [self._random(index, output)])
+        self.runner.count(3 * size)
+        total = torch.zeros(size, len(_DAMPINGS), dtype=torch.float64)
         for name, calls in seen.items():
             place, kept = self.places[name]
-            x, slopes = joined(calls, kept, place.has_bias, len(divergence))
+            x, slopes = joined(calls, kept, place.has_bias, size)
             for fold, steps in enumerate(crossed[name]):
                 own = (self.runner.fold(index) == fold).to(x.device)
                 moved = torch.einsum("nti,dio->dnto", x[own], steps.to(x))
-                total[own.cpu(), 1:] += doubled(torch.einsum("dnto,knto->nkd", moved, slopes[:, own])).cpu()
+                total[own.cpu()] += doubled(torch.einsum("dnto,nto->nd", moved, slopes[0, own])).cpu()
         return total
