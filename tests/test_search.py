@@ -338,6 +338,16 @@ def test_the_dense_model_is_looked_at_once_for_all_orders(caplog: pytest.LogCapt
     assert float(together) == pytest.approx(4 * 3, abs=0.5)
 
 
+@pytest.mark.parametrize(("strategy", "looks"), [("compensated", 1), ("re-scored", 3)])
+def test_groups_and_slices_share_the_first_look(strategy: str, looks: int) -> None:
+    """Two looks at the dense model were the same passes; where heads have gone, each kind needs its own."""
+    model, batches = grouped(6, 3, 2)
+    layers, repair = hp.find_attention(model, batches[0]), False
+    with counting(model) as seen:
+        hp.search(model, batches[:1], 9, choose=batches[1:], strategy=strategy, layers=layers, repair=repair)
+    assert seen["backward", 3] - 3 == looks  # three are for a single example each, to see whether rows are apart
+
+
 @pytest.mark.parametrize(("heads", "keep", "looks"), [
     (6, [6, 3], 8),  # of 12: at 10, 9, 8, 7, 6, 5, 4 and 3
     (6, [11], 1), (3, [5], 1), (3, [5, 5, 2], 4), (3, [6], 1),
