@@ -54,12 +54,13 @@ class _Factors:
     has_bias: bool
 
     def total(self, fold: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The second moments of inputs, of these with the divergence's slopes, and of the outputs' slopes; of one fold, or of all.
+        """The second moments of inputs and of these with the divergence's slopes, of one fold or of all; and of the outputs' slopes.
 
         Each has a last row of the sums alone, for the number of tokens.
         """
         part = slice(None) if fold is None else slice(fold, fold + 1)
-        return self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx[part].sum(0)
+        # A few examples serve for outputs, perhaps of one fold: these slopes know nothing of the divergence.
+        return self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx.sum(0)
 
     def slopes_along(self, steps: Sequence[Tensor]) -> Tensor:
         """The derivative of every fold's divergence along its steps ``[steps, kept inputs (+ 1), out]``, summed over folds: ``[steps]``."""
