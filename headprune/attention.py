@@ -107,6 +107,7 @@ class AttentionLayer:
             ``"ghost"``: one head (or group) stays with zero output, because a cache or a later layer needs what the
             module computes.
         output_arity: Length of the tuple the attention module returns, 0 for a bare tensor.
+        heads_dim: The dimension of the attention weights that the heads lie along; 0 if before the examples, or together with them.
     """
 
     name: str
@@ -130,6 +131,7 @@ class AttentionLayer:
     side_modules: tuple[str, ...] = ()
     bypass: str = "ghost"
     output_arity: int = 0
+    heads_dim: int = 1
 
     def __repr__(self) -> str:
         """One line with the most important fields; `to_json` has all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from headprune.arguments import listed, together
 from headprune.batches import cost_of, nonempty
 from headprune.conventions import BINARY, LABEL, SAME, SQUARED
+from headprune.divergence import IGNORED
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, move
 from headprune.losses import ExampleLoss, LossFn
@@ -145,9 +147,10 @@ def evaluate(
 
     Raises:
         HeadPruneError: No examples, no labels, a loss that is not finite; a model without a loss of its own, if nothing
-            else tells which labels its logits are compared with. A metric that does not exist, or not for these answers.
+            else tells which labels its logits are compared with. A metric that does not exist, or not for these answers;
+            two metrics of one name.
     """
-    asked = [metric for metric in map(metric_of, metrics) if metric.name not in LOSSES]
+    asked = _asked(metrics)
     device, losses = model_device(model), ExampleLoss(model, loss_fn)
     kept = [move(batch, device) for batch in nonempty(listed(batches), "evaluate on")]
 
@@ -175,6 +178,20 @@ def evaluate(
     return measurement
 
 
+def _asked(metrics: Sequence[str | Metric | Callable[[Any, Any], float]]) -> list[Metric]:
+    """The metrics that losses do not give.
+
+    Raises:
+        HeadPruneError: Two have one name, or one that of a metric that losses give.
+    """
+    asked = [metric for metric in map(metric_of, metrics) if metric is not LOSSES.get(metric.name)]
+    for name, count in Counter([*LOSSES, *(metric.name for metric in asked)]).items():
+        if count > 1:
+            own = ", and one is headprune's own" if name in LOSSES else ""
+            raise HeadPruneError(f"Two metrics are called {name}{own}.", "Give one of them another name.")
+    return asked
+
+
 def _measurement(outcomes: Sequence[tuple[Any, ...]], losses: ExampleLoss) -> tuple[Measurement, list[list[Tensor]]]:
     """What is measured unasked; and each example's predictions, labels and scores."""
     losses_of, tokens_of, *lists = zip(*outcomes, strict=True)
@@ -184,6 +201,10 @@ def _measurement(outcomes: Sequence[tuple[Any, ...]], losses: ExampleLoss) -> tu
         bad = int(np.flatnonzero(~np.isfinite(loss))[0])
         message = f"The loss of example {bad} (in the order given) is {loss[bad]}."
         raise HeadPruneError(message, "Check its label and text, or use --dtype float32.")
+    if not tokens.any():
+        raise HeadPruneError(
+            "No example has a label.", f"Labels of {IGNORED}, and places outside of a text, count nowhere."
+        )
     pairs = zip(guesses, truths, strict=True) if guesses else ()
     right = [(p == t).sum().item() for p, t in pairs] or [float("nan")] * len(loss)
     correct, labels = np.asarray(right, dtype=np.float64), max(float(tokens.sum()), 1)
@@ -216,14 +237,19 @@ def _answers(
     form = _FORMS.get(convention or "", "")
     named = getattr(getattr(model, "config", None), "id2label", None) or {}
     names = tuple(str(named[number]) for number in sorted(named))
-    values: list[Any] = [t.numpy() for t in (scores if form == NUMBERS else guesses)]
-    right: list[Any] = [t.numpy() for t in truths]
-    if form in (LABELS, NUMBERS) and all(t.size == 1 for t in right):
-        values, right = ([each.item() for each in some] for some in (values, right))
+    if form == LABELS:  # an example without a label counts nowhere
+        labelled = [i for i, labels in enumerate(truths) if len(labels)]
+        guesses, truths, scores = ([each[i] for i in labelled] for each in (guesses, truths, scores))
     probabilities = None
     if form in (LABELS, SEVERAL):
         logits = torch.stack(scores).double()
         probabilities = (logits.softmax(1) if form == LABELS else logits.sigmoid()).numpy()
+        if probabilities.shape[1] == 1:  # one label, which an example has or not: two classes
+            form, probabilities = LABELS, np.hstack([1 - probabilities, probabilities])
+    values: list[Any] = [t.numpy() for t in (scores if form == NUMBERS else guesses)]
+    right: list[Any] = [t.numpy() for t in truths]
+    if form in (LABELS, NUMBERS) and all(t.size == 1 for t in right):
+        values, right = ([each.item() for each in some] for some in (values, right))
     return Answers(form, values, right, probabilities, names)
 
 

@@ -72,6 +72,15 @@ def unlabelled(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in batch.items() if key not in LABELS}
 
 
+def with_decoder_input(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch without its labels; an encoder-decoder, which shifts them for its decoder, gets them there as they are."""
+    labels, batch = batch.get("labels"), unlabelled(batch)
+    given = any(key.startswith("decoder_input") for key in batch)
+    if is_encoder_decoder(model) and not given and isinstance(labels, Tensor):
+        batch["decoder_input_ids"] = labels.clamp(min=0)
+    return batch
+
+
 def inputs_of(model: nn.Module, batch: Any) -> Any:
     """The model's inputs in a batch; without labels if the model does not accept them."""
     if not isinstance(batch, Mapping):

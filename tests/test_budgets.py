@@ -52,6 +52,14 @@ def test_the_fit_is_the_best_of_all_prefixes(sizes: list[int], amount: int, data
     assert fit(nearest, order, cost).plan.kept in kept
 
 
+def test_no_loss_has_no_sign() -> None:
+    """It was "-0.0000"."""
+    order, changes = order_of([1, 1]), [hp.Change("accuracy", 0.0, -0.2, 0.2, 1.0, "no measurable change")] * 2
+    subject: Any = SimpleNamespace(change=lambda plan: changes[plan.kept])
+    with pytest.raises(hp.HeadPruneError, match=r"the loss is 0\.0000, and with 95 % confidence no more than 0\.2000"):
+        budget_of("drop 1%").fit(order, subject)
+
+
 @given(st.integers(0, 2**32), st.floats(0.05, 1.2), st.integers(1, 60))
 def test_a_noisy_budget_holds_when_measured_again(seed: int, amount: float, heads: int) -> None:
     """The plan's last measurement, made after it was chosen, never exceeds the budget; its upper end neither."""

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune import HeadPruneError
-from tests.support.commands import PRUNE, run, stderr_of
+from tests.support.commands import PRUNE, metrics_of, run, stderr_of
 from tests.support.decoders import DECODERS, EXAMPLE, TOKENIZERS, bytewise, llama, mistral, qwen2, scaled, settings
 from tests.support.even import MADE, even, even_plan
 from tests.support.even import mistral as plain_mistral
-from tests.support.folders import common, tokenizer
+from tests.support.folders import common, sentences, tokenizer, write_jsonl
 from tests.support.plain import Attention, Summed, noise, summed
 from tests.support.zoo import ZOO, labelled, randomise, sizes, text
 
@@ -540,3 +540,18 @@ def test_onnx_is_timed_and_gives_the_reported_accuracy(bert_folder: Path, data_f
         logits, *_ = by_onnxruntime(here / "run" / "pruned-4.onnx", tokenizer(row["text"], return_tensors="pt"))
         right.append(int(logits[0].argmax()) == row["label"])
     assert sum(right) / len(right) == pytest.approx(metrics["budgets"][0]["pruned"]["metrics"]["accuracy"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("brief")
+def test_encoder_decoders_are_timed_there(here: Path) -> None:
+    """At its end the run failed: the file takes the decoder's tokens, and the inputs that are timed have labels."""
+    small = {"vocab_size": 30, "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48}
+    config = tf.T5Config(**small, decoder_start_token_id=0)
+    randomise(tf.T5ForConditionalGeneration(config)).save_pretrained("m")
+    tokenizer().save_pretrained("m")
+    rows = [{"document": row["text"], "summary": str(row["text"])[:9]} for row in sentences(60, 1)]
+    write_jsonl(here / "d.jsonl", rows)
+    run(*PRUNE, 12, "m", "-d", "d.jsonl", "-L", 20, "-m", "weight-norm", "--no-repair", "-o", "run", "--export", "onnx")
+    (engine,) = metrics_of(here / "run")["engines"]
+    assert [set(row["timings"]) for row in engine["rows"]] == [{"dense", "12 heads"}] * 2

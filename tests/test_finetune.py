@@ -276,6 +276,14 @@ def test_the_steps_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
+def test_a_single_step_changes_the_weights(tmp_path: Path) -> None:
+    """Its learning rate was 0, that at which the rise begins; training was said to have made the model no better."""
+    dense, pruned, train, choose = setting(1)
+    _, training = tuned(pruned, dense, train, choose, tmp_path, FinetuneOptions(epochs=1, learning_rate=1e-3))
+    before, after = (step["loss"] for step in training.history)
+    assert (training.steps, before != after) == (1, True)
+
+
 def scripted(monkeypatch: pytest.MonkeyPatch, values: list[tuple[float, float]]) -> list[str]:
     """Evaluations that find these accuracies and losses; what the model was at each."""
     seen: list[str] = []

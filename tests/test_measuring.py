@@ -220,6 +220,22 @@ def test_other_tokenizers_are_paired_by_row(runs: Path, data_folder: Path) -> No
     assert re.search(r"\d+ of the \d+ examples were used to score or choose", " ".join(run(*typed).stdout.split()))
 
 
+def test_examples_that_a_model_was_trained_on_are_counted(bert_folder: Path, data_folder: Path) -> None:
+    """Of those that neither score nor choose nothing was said; nor of any, outside of the run's folder."""
+    run(*PRUNE, 4, bert_folder, "-d", data_folder, "-L", 20, "-m", "weight-norm", "--finetune", 1, "-o", "run")
+    run("finetune", "run", "-o", "elsewhere", "--train-limit", 30, "-q")
+    for name, limit, seen in (
+        ("run", 20, "40 of the 40"),
+        ("elsewhere", 20, "10 of the 40"),
+        ("elsewhere", 10, "20 of the 50"),
+    ):
+        said = run("evaluate", name, "-d", data_folder, "-L", limit, "--report-split", "train").stdout
+        assert f"{seen} examples were used to score or choose the heads of {name}, or to train it" in " ".join(
+            said.split()
+        )
+        assert "or to train it" not in run("evaluate", name, "-d", data_folder, "-L", 20).stdout
+
+
 def test_runs_are_paired_where_their_examples_are_the_same(runs: Path) -> None:
     document = json.loads(run("compare", runs / "a", runs / "b", "--json").stdout)
     (pair,) = document["pairs"]
@@ -265,11 +281,19 @@ def test_runs_are_not_paired_where_labels_have_changed(bert_folder: Path, data_f
 def test_metrics_that_are_no_means_are_paired_on_the_same_examples(
     bert_folder: Path, data_folder: Path, here: Path
 ) -> None:
-    for name, more in (("a", []), ("b", ["--no-repair"]), ("c", ["--report-limit", 25])):
+    for name, more in (("a", []), ("b", ["--no-repair"]), ("c", ["--report-limit", 5])):
         run(*PRUNE, 3, bert_folder, "-d", data_folder, "-o", name, "--metric", "f1_macro", *more)
     assert json.loads(run("compare", "a", "b", "--json").stdout)["pairs"][0]["paired"]
-    (note,) = json.loads(run("compare", "a", "c", "--json").stdout)["notes"]
+    document = json.loads(run("compare", "a", "c", "--json").stdout)
+    (note,), (pair,) = document["notes"], document["pairs"]
     assert note.startswith("f1_macro is no mean over examples, and the runs report on others")
+    ends = [
+        [m["low"], m["metrics"]["f1_macro"], m["high"]]
+        for m in (metrics_of(here / name)["budgets"][0]["pruned"] for name in "ac")
+    ]
+    assert ends[1][0] == 0  # an interval that ends there was taken to be as narrow as it looks
+    half = math.hypot(*(max(np.diff(each)) for each in ends))
+    assert pair["change"]["high"] - pair["change"]["value"] == pytest.approx(half)
     Path("b/report.npz").unlink()
     (note,) = json.loads(run("compare", "a", "b", "--json").stdout)["notes"]
     assert note.startswith("b has no report.npz")

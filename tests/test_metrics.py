@@ -201,6 +201,25 @@ def test_a_function_is_a_metric() -> None:
     assert hp.compare(dense, pruned, "rightness").verdict == hp.compare(dense, pruned, "error").verdict == "worse"
 
 
+@pytest.mark.parametrize("name", ["matthews_corrcoef", "roc_auc_ovr"])
+def test_examples_without_a_label_count_nowhere(name: str) -> None:
+    """They ended in a TypeError."""
+    x, y = drawn("labels", 40)
+    some = y.clone()
+    some[::4] = -100
+    one, other = measured("labels", x, some, name), measured("labels", x[some >= 0], y[some >= 0], name)
+    assert one.metrics == pytest.approx(other.metrics)
+    assert interval(one, name) == pytest.approx(interval(other, name))
+    assert hp.compare(one, one, name).high > 0
+
+
+@pytest.mark.parametrize("name", ["f1", "roc_auc", "average_precision", "matthews_corrcoef"])
+def test_one_label_that_is_there_or_not_is_two_classes(name: str) -> None:
+    x, y = (values[:, :1] for values in drawn("several", 40))
+    two = torch.cat([torch.zeros_like(x), x], 1)
+    assert measured("several", x, y, name).metrics[name] == measured("labels", two, y[:, 0].long(), name).metrics[name]
+
+
 # -- texts ------------------------------------------------------------------------------------------------
 
 WORDS = ["the", "a", "cat", "Cat,", "sat.", "on", "mat", "mats", "1", "2"]
@@ -266,6 +285,12 @@ def test_fewer_errors_are_better() -> None:
 
 # -- what cannot be measured --------------------------------------------------------------------------------
 
+
+def accuracy(predictions: Any, references: Any) -> float:
+    """One that is not headprune's, which was given under its name."""
+    return -1.0
+
+
 X, Y = drawn("labels", 12)
 PROBLEMS: dict[str, tuple[str, Callable[[], Any]]] = {
     "no such name": ("There is no metric 'f2'", lambda: measured("labels", X, Y, "f2")),
@@ -278,6 +303,12 @@ PROBLEMS: dict[str, tuple[str, Callable[[], Any]]] = {
     "constant numbers": ("it is nan", lambda: measured("numbers", torch.ones(9, 1), drawn("numbers", 9)[1], "spearman")),
     "no names of entities": ("not named as in B-PER", lambda: measured("tags", *drawn("tags", 9), "seqeval")),
     "empty references": ("it is nan", lambda: spoken(["a", "b"], ["", ""], "wer")),
+    "no labels": ("No example has a label", lambda: measured("labels", X, torch.full_like(Y, -100))),
+    "headprune's own name": (
+        "Two metrics are called accuracy, and one is headprune's own",
+        lambda: measured("labels", X, Y, accuracy),
+    ),
+    "twice": ("Two metrics are called <lambda>.", lambda: measured("labels", X, Y, lambda p, r: 0.0, lambda p, r: 1.0)),
     "several references": ("several references", lambda: spoken(["a"], [["a", "b"]], "wer")),
 }  # fmt: skip
 

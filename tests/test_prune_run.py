@@ -1,7 +1,9 @@
 """What a run of `prune` says before, compares, draws and times; and how deep a reader must go: by the command line."""
 
+import json
 import math
 import re
+from collections import Counter
 from math import prod
 from pathlib import Path
 from random import Random
@@ -122,6 +124,16 @@ def test_longer_inputs_are_longer_and_guessing_is_known(
     timed = [(row["batch"], row["length"]) for row in metrics["latency"]["rows"]]
     assert timed == [(size, length) for length in lengths for size in (1, 4)]
     assert metrics["dense"]["guessing"] == pytest.approx(guessing)
+
+
+def test_the_first_token_of_a_text_is_never_guessed(llama_folder: Path, data_folder: Path, here: Path) -> None:
+    """It was counted among the tokens to predict: 10.3 % for 11.4 %."""
+    quick = [llama_folder, "-d", data_folder, "-L", 20, "-m", "weight-norm", "--no-repair", "-o", "run"]
+    run(*PRUNE, 4, *quick, "--metric", "accuracy")
+    words, rows = tokenizer(), (data_folder / "test.jsonl").read_text().splitlines()
+    counts = Counter(token for row in rows for token in words(json.loads(row)["text"])["input_ids"][1:])
+    share = counts.most_common(1)[0][1] / counts.total()
+    assert metrics_of(here / "run")["dense"]["guessing"] == pytest.approx(share)
 
 
 def test_few_frames_lie_between_prune_and_the_solver(

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.app.pictures import figures_of
+from tests.support import odd
 from tests.support.commands import run
 from tests.support.documents import METRICS
 from tests.support.errors import refuses
 from tests.support.folders import common, tokenizer
+from tests.support.plain import HEADS, SIZE, WIDTH, Attention, noise
 from tests.support.reports import reported
 from tests.support.stays import sliding
 from tests.support.zoo import ZOO, randomise, sizes, swin, t5, text, whisper
@@ -75,6 +77,30 @@ def test_weights_of_plain_modules(name: str) -> None:
     with torch.enable_grad():  # the fast path would not call the module
         model(*example)
     torch.testing.assert_close(dict(result), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 8), (HEADS, 8), (3, HEADS), (2, 3)])
+@pytest.mark.parametrize("kind", [odd.HeadsFirst, odd.EagerHeadsFirst, odd.Folded, odd.HeadsThird, odd.AsManyWindows])
+def test_weights_of_heads_in_any_dimension(kind: type[Attention], rows: int, tokens: int) -> None:
+    """Also with as many examples, tokens or windows as heads, and with fewer tokens."""
+    windows, tokens = (HEADS, 2 * HEADS) if kind is odd.AsManyWindows else (1, tokens)
+    model, x = nn.Sequential(randomise(kind())), noise(rows, tokens, WIDTH)
+    q, k, _ = (t.unflatten(2, (windows, -1)) for t in Attention.split(model[0], x))
+    scale = 3 if kind in (odd.EagerHeadsFirst, odd.HeadsThird) else SIZE**0.5
+    expected = (q @ k.mT / scale).softmax(-1).flatten(2, 3).detach()
+    torch.testing.assert_close(hp.attention_weights(model, x)["0"], expected, rtol=1e-4, atol=1e-5)
+    entropies = [head.entropy for head in hp.profile_heads(model, [(x, None)])["0"]]
+    assert entropies == pytest.approx(torch.special.entr(expected).sum(-1).mean((0, 2)).tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "order", "scale"), [
+    (odd.GroupsApart, [0, 0, 1, 1], 3.0), (odd.GroupsLast, [0, 1, 0, 1], SIZE**0.5),
+])  # fmt: skip
+def test_weights_of_heads_in_groups_apart(kind: type[odd.KeyValueGroups], order: list[int], scale: float) -> None:
+    model, x = nn.Sequential(randomise(kind())), noise(3, HEADS, WIDTH)
+    q, k = (p(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for p in (model[0].qkv, model[0].k))
+    expected = (q @ k[:, order].mT / scale).softmax(-1).detach()
+    torch.testing.assert_close(hp.attention_weights(model, x)["0"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_windows_stand_one_behind_the_other_and_are_grids() -> None:

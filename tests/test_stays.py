@@ -62,6 +62,28 @@ def test_generation(name: str, kind: str) -> None:
 
 # -- torch.compile --------------------------------------------------------------------------------
 
+
+def test_a_compiled_model_is_saved_as_itself(tmp_path: Path) -> None:
+    """Its folder was loaded by transformers with random weights, and by headprune not at all; so was that of what it wraps."""
+    model, example = bert()
+    compiled = torch.compile(model, backend="eager")
+    heads = {f"_orig_mod.bert.encoder.layer.{i}.attention.self": gone for i, gone in enumerate(([1], [0, 1, 2, 3]))}
+    hp.prune(compiled, heads, example)
+    hp.save(compiled, tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    for name in "ab":
+        for loaded in (hp.load(tmp_path / name), by_transformers(tmp_path / name)):
+            assert torch.equal(logits(loaded, example), logits(model, example))
+    fresh = torch.compile(bert()[0], backend="eager")
+    hp.load(tmp_path / "a", model=fresh)
+    assert torch.equal(logits(fresh, example), logits(model, example))
+    stock = hp.export(torch.compile(bert()[0], backend="eager"), tmp_path / "c", "stock")
+    assert torch.equal(logits(by_transformers(stock.path), example), logits(bert()[0], example))
+    model.classifier = torch.compile(model.classifier, backend="eager")
+    with pytest.raises(hp.HeadPruneError, match=r"classifier is wrapped by torch\.compile"):
+        hp.save(model, tmp_path / "d")
+
+
 # The repaired models are uneven in the same way as the uneven ones.
 COMPILED = [c.values for c in cases(quick=[]) if "uneven" not in c.values]
 

@@ -1,6 +1,7 @@
 """What the trace says of single models beside the table of the conformance suite, and what it refuses, in which words."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ X = noise(2, 5, WIDTH)
 @pytest.mark.parametrize(("kind", "reason"), [
     (odd.OwnWeight, "is not called as a module"), (odd.OutputTwice, "is also called on other data"),
     (odd.TwoOutputs, "reach 0.o2 past the output projection 0.o"), (odd.OutputEach, "two output projections, 0.o and 0.o2"),
-    (odd.Hidden, "hides its heads; declare a stand-in"),
+    (odd.Hidden, "hides its heads; declare a stand-in"), (odd.Summed, "mixed before they reach 1.qkv"),
 ])  # fmt: skip
 def test_heads_that_cannot_be_removed(kind: type[Attention], reason: str) -> None:
     model = nn.Sequential(randomise(kind()), Attention())
@@ -90,6 +91,37 @@ def test_several_attentions_in_a_module_and_a_module_for_each_head() -> None:
         *((f"0.heads.{i}", 1, False) for i in range(HEADS)), ("2", HEADS, True),
     ]  # fmt: skip
     refuses(r"0\.heads\.0 cannot be pruned: it is a head by itself", hp.prune, model, {"0.heads.0": [0]}, X)
+
+
+class Rectified(Attention):
+    """One head behind a ReLU, which leaves every example other features."""
+
+    def attend(self, x: Tensor, **mask: Any) -> Tensor:
+        q, k, v = self.qkv(x).relu().chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class Listed(nn.Module):
+    """A list of layers."""
+
+    def __init__(self, kind: type[Attention]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([kind(), kind()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("kind", "heads", "reason"), [
+    (odd.Pooling, HEADS, r"its scores have shape \(2, 4, 5\), without a dimension of queries"),  # was "a head by itself in a list"
+    (Rectified, 0, r"its query has shape \(2, 5, 32\), in which no heads can be told apart"),  # two examples were two heads
+])  # fmt: skip
+def test_heads_that_cannot_be_told_apart(kind: type[Attention], heads: int, reason: str) -> None:
+    for layer in hp.find_attention(randomise(Listed(kind)), X):
+        assert (layer.num_heads, layer.maskable) == (heads, False)
+        assert re.fullmatch(reason, layer.reason)
 
 
 class Scaled(Attention):

@@ -169,7 +169,9 @@ def _independent(a: Measured, b: Measured, metric: str) -> Change:
     ratio = metric_named(metric).relative
     scale = math.log if ratio else float
     ends = [[scale(v) for v in (m.metrics[metric], m.low, m.high)] for m in (a, b)]
-    half = math.hypot(*((high - low) / 2 for _, low, high in ends))
+    # Wilson's interval, of accuracy, is not symmetric; any other is, but where it would go beyond the metric's range.
+    halves = ((high - low) / 2 if metric == "accuracy" else max(high - v, v - low) for v, low, high in ends)
+    half = math.hypot(*halves)
     value = ends[1][0] - ends[0][0]
     error = half / norm.ppf(0.975)
     p = float(2 * norm.sf(abs(value) / error)) if error else float(value == 0)

@@ -11,6 +11,7 @@ process, but for rounding. On a GPU, dropout kernels draw their own random numbe
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -85,7 +86,7 @@ def finetune(
     with accelerate_kept, seeded(pruned, options.seed), evaluating(dense):
         facts = [versions(), device.type, options, metric, train.batch_size, choose.batch_size]
         folder = work / digest(facts, train.content_hash, choose.content_hash, pruned, dense)
-        arguments, student = _arguments(folder, options, metric, pruned), copy.deepcopy(pruned)
+        arguments, student = _arguments(folder, options, metric, pruned, train), copy.deepcopy(pruned)
         widen(student)
         loss = DistillationLoss(student, dense, options.mixture, move(next(train.batches()), device))
         before = evaluate(student, choose.batches()).metrics
@@ -114,7 +115,9 @@ def finetune(
     )  # fmt: skip
 
 
-def _arguments(folder: Path, options: FinetuneOptions, metric: str, pruned: nn.Module) -> TrainingArguments:
+def _arguments(
+    folder: Path, options: FinetuneOptions, metric: str, pruned: nn.Module, train: Part
+) -> TrainingArguments:
     """Trainer's arguments: no output, files only in ``folder``, training on the model's device, in its precision.
 
     Raises:
@@ -123,9 +126,11 @@ def _arguments(folder: Path, options: FinetuneOptions, metric: str, pruned: nn.M
     device, dtypes = model_device(pruned), {p.dtype for p in pruned.parameters()}
     if torch.float16 in dtypes:
         raise HeadPruneError("Small steps get lost in float16 weights.", "Train with --dtype float32 or bfloat16.")
+    steps = options.epochs * math.ceil(len(train) / train.batch_size)
     arguments = TrainingArguments(
         str(folder), use_cpu=device.type == "cpu", bf16=torch.bfloat16 in dtypes, seed=options.seed, num_train_epochs=options.epochs,
-        learning_rate=options.learning_rate, weight_decay=options.weight_decay, warmup_steps=0.1,
+        learning_rate=options.learning_rate, weight_decay=options.weight_decay,
+        warmup_steps=0.1 if steps > 1 else 0,  # the rate begins at 0, and a single step would change nothing
         eval_strategy="epoch", save_strategy="epoch", save_total_limit=2, metric_for_best_model=metric, greater_is_better=True,
         logging_strategy="no", report_to="none", disable_tqdm=True, log_level_replica="passive", average_tokens_across_devices=False,
     )  # fmt: skip

@@ -144,7 +144,7 @@ def _check_unseen(scene: Scene, source: Path, run: documents.Run | None) -> list
         HeadPruneError: Such examples would be reported, or the data has changed.
     """
     now, data = documents.Cut.of(scene.parts), scene.options.data
-    trained = _trained_on(source, run)
+    trained = trained_on(source, run)
     if trained is not None and not trained[0].same(now):
         flags, same = _differences(trained[1], data)
         if same:
@@ -168,7 +168,7 @@ def _check_unseen(scene: Scene, source: Path, run: documents.Run | None) -> list
     if unknown:
         message = f"{unknown}, so examples that were used to choose its heads could be reported."
         raise HeadPruneError(message, "Restore the data, or name other data with -d.")
-    if seen := seen_before(scene.parts, then, same):
+    if seen := seen_before(scene.parts, (then.score, then.choose), same):
         raise HeadPruneError(
             f"With {flags}, {seen:,} of the {len(scene.parts.report):,} examples to report were used to score or choose the heads when "
             "the model was pruned.",
@@ -183,12 +183,15 @@ def _differences(before: DataOptions, now: DataOptions) -> tuple[str, bool]:
     return " and ".join(changed_options(before, now)) or "these options", same
 
 
-def _trained_on(source: Path, run: documents.Run | None) -> tuple[documents.Cut, DataOptions] | None:
-    """How the data was cut when a model was fine-tuned, by `finetune` or by `prune --finetune`; None if it was not."""
+def trained_on(source: Path, run: documents.Run | None) -> tuple[documents.Cut, DataOptions, int | None] | None:
+    """How the data was cut when a model was fine-tuned, by `finetune` or by `prune --finetune`, and the most examples to train on.
+
+    None if it was not.
+    """
     if (source / DOCUMENT).is_file():
         record = documents.FinetuneRecord.read(source / DOCUMENT)
-        return record.parts, record.data
+        return record.parts, record.data, record.options.train_limit
     metrics = runs.RunFolder(source.resolve().parent).read_metrics() if run is not None else None
     if run is not None and metrics and any(b.checkpoint == source.name and b.finetune for b in metrics.budgets):
-        return run.parts, run.options.data
+        return run.parts, run.options.data, None
     return None

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from headprune.app import harness
-from headprune.app.data import DataParts, Part, load_parts
+from headprune.app.data import DataParts, Part, load_parts, load_train
 from headprune.app.data.encoder import content_hash
 from headprune.app.documents import Cut, Examples, MetricValue, ValueTable
-from headprune.app.finetune_run import run_of
+from headprune.app.finetune_run import run_of, trained_on
 from headprune.app.models import LoadedModel, config_of, load_model, task_of
 from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
 from headprune.app.sources import check_source, resolved, split_revision
@@ -193,19 +193,29 @@ class _OfData:
 
 
 def _seen(source: str, loaded: LoadedModel, parts: DataParts, data: DataOptions) -> list[str]:
-    """A note if examples that are reported here were used to score or choose the heads of a pruned model."""
+    """A note if examples that are reported here scored or chose the heads of a pruned model, or trained it."""
+    folder = Path(resolved(source))
     try:
-        run = run_of(Path(resolved(source)))
+        run = run_of(folder)
+        trained = trained_on(folder, run)
     except HeadPruneError:  # the folder around may hold a run.json of something else
         return []
-    if run is None:
+    cuts = {} if run is None else {run.options.data: run.parts}
+    if trained is not None:
+        cuts[trained[1]] = trained[0]
+    used, now = list[Part](), Cut.of(parts)
+    for before, cut in cuts.items():
+        if (before.dataset, before.subset) == (data.dataset, data.subset) and not cut.same(now):
+            then = load_parts(before, loaded)
+            used += [then.score, then.choose]
+            if trained is not None and before == trained[1]:
+                used.append(load_train(before, loaded, then, trained[2])[0])
+    if not (seen := seen_before(parts, used, True)):
         return []
-    before = run.options.data
-    if (before.dataset, before.subset) != (data.dataset, data.subset) or run.parts.same(Cut.of(parts)):
-        return []
-    seen = seen_before(parts, load_parts(before, loaded), True)
-    used = f"{seen:,} of the {len(parts.report):,} examples were used to score or choose the heads of {source}"
-    return [f"{used}: with the options of its run there are none."] if seen else []
+    purpose = f"score or choose the heads of {source}{', or to train it' if trained else ''}"
+    return [
+        f"{seen:,} of the {len(parts.report):,} examples were used to {purpose}: with the options of its run there are none."
+    ]
 
 
 class EngineModel(nn.Module):

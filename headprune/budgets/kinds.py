@@ -276,12 +276,12 @@ class Drop(Budget):
         nearest = f"The nearest that can be met is {self.at_least(least.high)}; more" if least.high < 1 else "More"
         return HeadPruneError(
             f"{self.flag} {self.text} is out of reach: with {plan.kept} of {plan.total} heads the loss is "
-            f"{least.value:.4f}, and with 95 % confidence no more than {least.high:.4f}.",
+            f"{self.show(least.value)}, and with 95 % confidence no more than {self.show(least.high)}.",
             f"{nearest} examples narrow the interval.",
         )
 
     def show(self, amount: float) -> str:
-        return f"{amount:.4f}"
+        return f"{round(amount, 4) + 0.0:.4f}"  # no minus before a loss of 0
 
     def result(self, kept: int, reading: Reading, where: str) -> str:
         return (

@@ -21,6 +21,7 @@ from headprune.files import read_json, recover_folder
 from headprune.fingerprint import has_identity
 from headprune.offload import make_loaders_copy, with_numbers
 from headprune.pruned import EmptyAttention, add_biases, add_record, restructure, structure_of
+from headprune.running import unwrapped
 from headprune.surgery import Removal, remove
 
 _WEIGHTS = ("model.safetensors", "pruned.safetensors")  # version 0.1 used the latter for pruned models
@@ -63,6 +64,8 @@ def load(
     _check_saved_here(path)
     sidecar = _sidecar(path)
     _check_files(path, sidecar, as_saved)
+    if model is not None and not str(sidecar.get("class")).endswith(".OptimizedModule"):  # as older versions saved it
+        model = unwrapped(model)
     loaded = _dense_model(path, sidecar, trust_remote_code) if model is None else model
     places, on_disk = _fill_as_saved(loaded, path, sidecar, device_map, max_memory)
     if device_map is None:

@@ -26,6 +26,7 @@ from headprune.input_specs import record
 from headprune.inputs import Example, check_model, writes
 from headprune.offload import Offloaded, is_offloaded, reads_from
 from headprune.pruned import home, record_of, structure_of
+from headprune.running import unwrapped
 
 MAX_SHARD = "50GB"  # transformers' default
 OFFLOADED_SHARD = "5GB"  # for offloaded models: one shard at a time is in memory
@@ -66,7 +67,7 @@ def save(
             tensors that the config ties.
     """
     check_model(model)
-    path = Path(path)
+    model, path = unwrapped(model), Path(path)
     _check_savable(model, model.state_dict(), path)
     check_tied(model)
     with atomic_folder(path, overwrite) as folder:
@@ -327,17 +328,22 @@ def _check_savable(model: nn.Module, state: Mapping[str, Any], folder: Path) -> 
     """Refuse a model or folder that `save` cannot write.
 
     Raises:
-        HeadPruneError: Unmerged adapters; quantised weights (any entry of the state dict that is no plain tensor and, in a transformers
-            model, any parameter of integers or one-byte floats), since `load` builds the model with plain ones; or a folder that an
-            offloaded model reads its weights from.
+        HeadPruneError: Unmerged adapters; a part of a transformers model that torch.compile wraps; quantised weights (any entry of
+            the state dict that is no plain tensor and, in a transformers model, any parameter of integers or one-byte floats), since
+            `load` builds the model with plain ones; or a folder that an offloaded model reads its weights from.
     """
+    stock = is_stock(dense_class(model))
     for name, module in model.named_modules():
+        if stock and unwrapped(module) is not module:
+            message = f"{name} is wrapped by torch.compile, so its weights have names that no class has."
+            hint = f"Put {name}._orig_mod in its place; {name}.compile() compiles without a wrapper."
+            raise HeadPruneError(message, hint)
         if type(module).__module__.startswith("peft."):
             kind = type(module).__name__
             message = f"{name or 'The model'} is PEFT's {kind}: its adapters are not merged into the weights."
             raise HeadPruneError(message, "Save model.merge_and_unload(), or adapters by PEFT's own save_pretrained.")
     odd = {n: v for n, v in state.items() if not isinstance(v, Tensor) or is_wrapper(v)}
-    if is_stock(dense_class(model)):
+    if stock:
         odd |= {n: p for n, p in model.named_parameters() if not p.is_floating_point() or p.element_size() == 1}
     for name, value in odd.items():
         kind = value.dtype if type(value) in (Tensor, nn.Parameter) else type(value).__name__

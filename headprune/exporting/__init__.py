@@ -23,7 +23,7 @@ from headprune.exporting.formats import FORMATS, Exported, Format, exporter, for
 from headprune.files import atomic_folder, locked
 from headprune.inputs import check_model
 from headprune.pruned import structure_of
-from headprune.running import evaluating
+from headprune.running import evaluating, unwrapped
 
 __all__ = ["FORMATS", "Exported", "bench_files", "check_place", "export", "exporter", "format_named", "is_exported"]
 __all__ += ["time_onnx"]
@@ -61,7 +61,7 @@ def export(
             or the file does not give the model's answers. Nothing is written then.
     """
     check_model(model)
-    path = Path(path)
+    model, path = unwrapped(model), Path(path)
     chosen = check_place(path, to, dtype, overwrite)
     for where, p in model.named_parameters():
         if p.dtype != torch.float32 or p.device.type != "cpu":

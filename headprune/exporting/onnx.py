@@ -25,7 +25,7 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.exporting.engines import Session
 from headprune.exporting.formats import Exported, exporter
 from headprune.input_specs import build, of_config, recorded
-from headprune.inputs import LABELS, Example, by_path, call, is_encoder_decoder, map_tensors, unlabelled, writes
+from headprune.inputs import LABELS, Example, by_path, call, map_tensors, with_decoder_input, writes
 from headprune.running import attributes_kept, uncached, uncompiled
 
 BATCH, LENGTH = "batch", "length"
@@ -286,10 +286,7 @@ def _examples(model: nn.Module, processor: Any) -> Iterator[Example]:
     for form, names in forms:
         example = build(form)
         if isinstance(example, Mapping):
-            labels, example = example.get("labels"), unlabelled(example)
-            reads_labels = is_encoder_decoder(model) and not any(k.startswith("decoder_input") for k in example)
-            if reads_labels and isinstance(labels, Tensor):
-                example["decoder_input_ids"] = labels.clamp(min=0)
+            example = with_decoder_input(model, example)
             if isinstance(ids := example.get("input_ids"), Tensor):
                 filled = {name: torch.full_like(ids, "mask" in name) for name in names if name not in example}
                 yield _two_rows({**example, **filled})

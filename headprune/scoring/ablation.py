@@ -65,7 +65,8 @@ def mean_ablation(problem: Problem) -> Estimate:
     """The head's output is replaced by its mean over the tokens of all examples, as Wang et al. (2022) do.
 
     Section 2.1 of "Interpretability in the Wild" (arXiv:2211.00593). A constant that a head adds to every token, such as a
-    bias, does not count: after pruning, W_O's bias could add it.
+    bias, does not count: after pruning, W_O's bias could add it. Of a layer that runs several times, the first call's tokens
+    give the mean.
     """
 
     def count_and_sum(tokens: Tensor, example: int) -> Tensor:

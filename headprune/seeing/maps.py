@@ -57,9 +57,10 @@ class Weights:
     def blocks(self, most: int | None = None) -> Iterator[tuple[int, Tensor]]:
         """The weights in blocks of about ``most``: (index of the first query, ``[examples, heads, some queries, keys]``)."""
         examples, heads, queries, keys = self.shape
-        step = max(1, (most or _MOST) // max(1, examples * heads * keys))
         if self.windows > 1 or not self.ordered:  # each query sees few keys
-            step = max(queries, 1)
+            yield 0, self.whole()
+            return
+        step = max(1, (most or _MOST) // max(1, examples * heads * keys))
         for start in range(0, max(queries, 1), step):
             yield start, self._read(slice(start, start + step))
 
@@ -253,8 +254,15 @@ def _by_head(
 ) -> Weights | None:
     """The `Weights` by example and head; None if no dimension holds the heads."""
     heads = layer.num_heads
+    first = layer.heads_dim == 0 and len(shape) == 4
+    if first:  # (batch * heads, 1, queries, keys), or (heads, batch, queries, keys)
+        shape = (shape[0], *shape[2:]) if shape[1] == 1 else (shape[1], shape[0], *shape[2:])
+    grouped = len(shape) == 5 and min(shape[1:3]) > 1 and shape[1] * shape[2] == heads
+    if grouped:  # key/value groups, and the heads in each
+        shape = (shape[0], heads, *shape[3:])
     # (batch, heads, queries, keys); with more dimensions for windows; some sliding windows have the heads after the queries.
-    dim = next((d for d in range(1, len(shape) - 1) if shape[d] == heads), 0) if len(shape) > 3 else 0
+    places = [d for d in range(1, len(shape) - 1) if shape[d] == heads and len(shape) > 3]
+    dim = layer.heads_dim if layer.heads_dim in places else next(iter(places), 0)
     folded = len(shape) == 3 and shape[0] % heads == 0  # (batch * heads, queries, keys)
     if not folded and not dim:
         return None
@@ -269,6 +277,10 @@ def _by_head(
 
     def arranged(queries: slice) -> Tensor:
         weights = read(queries)
+        if first:
+            weights = weights.squeeze(1) if folded else weights.transpose(0, 1)
+        if grouped:
+            weights = weights.flatten(1, 2)
         weights = weights.reshape(-1, heads, *weights.shape[1:]) if folded else weights.movedim(dim, 1)
         weights = weights[None].transpose(1, 2) if windowed else weights
         return widened(weights.flatten(2, -2)).nan_to_num(0.0)

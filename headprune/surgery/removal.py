@@ -155,12 +155,12 @@ class _Cutter:
             self._slice(model.get_submodule(part.module), surviving(part.features, kept), output=True)
         for part in layer.selections:
             self._select(model.get_submodule(part.module), surviving(part.features, kept))
-        shares_bias = hooks.SharedPositionBias.needed_by(attention)
-        for table in () if shares_bias else layer.tables:
+        shares_bias, of_torch = hooks.SharedPositionBias.needed_by(attention), is_ours(attention, MultiheadAttention)
+        for table in () if shares_bias or of_torch else layer.tables:
             owner, _, name = table.name.rpartition(".")
             self._slice_table(model.get_submodule(owner), name, surviving(table.indices, kept), table.dim)
         self._cut_output(model, layer, kept, ghost)
-        if is_ours(attention, MultiheadAttention):
+        if of_torch:
             known: Any = attention.kept_heads or list(range(layer.num_heads))
             self._set(attention, "kept_heads", [known[h] for h in kept])
             key = next(part for part in layer.projections if part.module.endswith("k_proj"))
@@ -210,7 +210,7 @@ class _Cutter:
     # -- tensors ------------------------------------------------------------------------------------
 
     def _slice(self, module: nn.Module, features: Features, *, output: bool, zero: bool = False) -> None:
-        """Keep some input or output features of a linear module; with ``zero``, their weights become 0."""
+        """Keep some input or output features of a linear module; with ``zero``, the weights of heads become 0."""
         size = self._slice_tensor(module, "weight", features, int(output == is_transposed(module)), zero)
         if output:
             self._slice_tensor(module, "bias", features, 0)
@@ -232,7 +232,7 @@ class _Cutter:
             self._set(module, "out_channels", size)
 
     def _slice_tensor(self, module: nn.Module, name: str, features: Features, dim: int, zero: bool = False) -> int:
-        """Keep some entries (as zeros with ``zero``) of a parameter or buffer, if there is one; returns how many."""
+        """Keep some entries (those of heads as zeros with ``zero``) of a parameter or buffer, if there is one; returns how many."""
         old = holder_of(module, name).get(name)
         if old is None:
             return 0
@@ -240,7 +240,8 @@ class _Cutter:
 
         def part(whole: Tensor) -> Tensor:
             left = whole.index_select(dim, index.to(whole.device))
-            return torch.zeros_like(left) if zero else left
+            of_heads = [n for n, i in enumerate(index.tolist()) if i in features.kept]
+            return left.index_fill(dim, torch.tensor(of_heads, device=left.device), 0) if zero else left
 
         if is_elsewhere(module, name):  # it is loaded, cut and stored again
             put(module, name, part(value_of(module, name)))

@@ -70,7 +70,7 @@ def _settle_output(trace: Tracer, attention: AttentionCall) -> None:
     if attention.returned and (not disjoint(attention.columns) or attention.leak or trace.reader.adds_more(attention)):
         attention.output, attention.columns = attention.module, attention.returned
         attention.concatenated, attention.output_dim, attention.reason = True, -1, ""
-    elif wrapper := _wrapper(attention):
+    elif wrapper := _wrapper(trace, attention):
         attention.wrapper, attention.columns = wrapper, []
         attention.reason = f"its output projection {wrapper} is made of several layers: merge them (LoRA) first"
     elif attention.output and not attention.reason and trace.records[attention.output].calls > own_calls:
@@ -120,6 +120,7 @@ def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> 
         selections=tuple(HeadFeatures(n, _sorted(rows)) for n, rows in attention.selections.items()),
         arguments=_head_arguments(trace, attention), inner_modules=tuple(inner), side_modules=tuple(n for n in counting if n not in inner),
         bypass=_bypass(trace, attention, kind), output_arity=trace.records[attention.module].arity or 0,
+        heads_dim=attention.heads.dim,
     )  # fmt: skip
 
 
@@ -178,7 +179,8 @@ def _bypass(trace: Tracer, attention: AttentionCall, kind: str) -> str:
         return "slice"
     seen = trace.records[attention.module]
     last = not is_inside(attention.output, attention.module) or seen.returned == attention.output != ""
-    plain = last and attention.output_dim == -1 and not attention.concatenated
+    whole = len(set().union(*attention.columns)) == trace.records[attention.output].size_in  # W_O reads nothing else
+    plain = last and whole and attention.output_dim == -1 and not attention.concatenated
     alone = seen.arity is not None and not seen.cached and not _has_other_weights(trace.modules, attention)
     return "stub" if kind == "encoder" and attention.tokens > 1 and plain and alone else "ghost"
 
@@ -271,12 +273,14 @@ def _as_wide(module: nn.Module, width: int, side: str) -> bool:
     return any(width in shape for shape in shapes)
 
 
-def _wrapper(attention: AttentionCall) -> str:
+def _wrapper(trace: Tracer, attention: AttentionCall) -> str:
     """The module that holds both W_O and another module that the heads reach past it, as LoRA's does; "" if there is none."""
     if not attention.leak or attention.reason:
         return ""
     parts = (attention.output, attention.leak)
-    return next((name for name, _ in attention.between if name and all(p.startswith(f"{name}.") for p in parts)), "")
+    around = (name for name, _ in attention.between if name and all(p.startswith(f"{name}.") for p in parts))
+    # One with an attention of its own is the next layer.
+    return next((name for name in around if not any(is_inside(a.module, name) for a in trace.attentions)), "")
 
 
 def _gate(trace: Tracer, attention: AttentionCall) -> HeadFeatures | None:
@@ -346,7 +350,7 @@ def _separable(attention: AttentionCall) -> str:
     if not attention.columns or not all(attention.columns):
         return f"a head does not reach the output projection {attention.output}"
     if overlap(attention.columns):
-        return f"the heads are mixed before the output projection {attention.output}"
+        return f"the heads are mixed before they reach {attention.output}"
     if len(attention.heads) > 1:
         queries = [*attention.query_rows.values(), *attention.selections.values()]
         if queries and not attention.tables and all(map(alike, queries)):

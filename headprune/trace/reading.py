@@ -45,11 +45,15 @@ class Reader:
             rows = self.rows(tensor, heads) if len(heads) > 1 else {}
             if len(heads) == 1 or (rows and all(map(alike, rows.values()))):
                 few = (HeadSlices.along(d, n) for d, n in enumerate(tensor.shape[:-1]) if d > 1 and 1 < n <= 256)
-                return next((others for others in few if self._have_own_rows(tensor, others)), heads)
+                found = next((others for others in few if self.have_own_rows(tensor, others)), None)
+                return found or self._heads_first(tensor) or heads
             return heads
-        if tensor.ndim != 3 or not tensor.requires_grad or tensor.shape[0] > _MOST_SLICES:
+        return self._heads_first(tensor) if tensor.ndim == 3 else None
+
+    def _heads_first(self, tensor: Tensor) -> HeadSlices | None:
+        """The heads in (batch * heads, …) or (heads, batch, …): slices that read the same features of the projections belong to one."""
+        if not tensor.requires_grad or tensor.shape[0] > _MOST_SLICES:
             return None
-        # In (batch * heads, …), slices that read the same features of the projections belong to one head.
         each = HeadSlices(0, tuple((i,) for i in range(tensor.shape[0])))
         rows = self.rows(tensor, each)
         groups: dict[frozenset[tuple[str, int]], list[int]] = {}
@@ -58,7 +62,27 @@ class Reader:
             groups.setdefault(features, []).append(i)
         if len(groups) < 2 or len({len(g) for g in groups.values()}) > 1:
             return None  # a softmax over classes or experts, or one head
-        return HeadSlices(0, tuple(tuple(g) for g in groups.values()))
+        heads = HeadSlices(0, tuple(tuple(g) for g in groups.values()))
+        return heads if self.have_own_rows(tensor, heads) else None  # examples do not, behind a ReLU
+
+    def are_grouped(self, *parts: Tensor) -> bool:
+        """Whether dimensions 1 and 2 of queries and keys, or of scores, are key/value groups and the heads in each, in either order."""
+        shape = parts[0].shape
+        if len(shape) != 5 or min(shape[1:3]) < 2 or shape[1] * shape[2] > 256:
+            return False
+        if any(n not in (1, m) for part in parts for n, m in zip(part.shape[-4:-2], shape[1:3], strict=False)):
+            return False
+        heads = HeadSlices.along(1, shape[1] * shape[2])
+        own: list[set[Any]] = [set() for _ in range(len(heads))]
+        for part in parts:
+            for module, features in self.rows(joined(part, shape), heads).items():
+                for mine, read in zip(own, features, strict=True):
+                    mine |= {(module, feature) for feature in read}
+        alone = {users for users in users_of(own).values() if len(users) == 1}
+        places = torch.arange(len(heads)).view(shape[1:3])
+        return len(alone) == len(heads) and any(
+            sharing([own], len(heads)) == tuple(map(tuple, order.tolist())) for order in (places, places.T)
+        )
 
     def compares_tokens(self, row: Tensor) -> bool:
         """Whether one query's scores ``[keys]`` depend on several tokens, as those of query-key attention do."""
@@ -71,7 +95,7 @@ class Reader:
         tokens = [int((g.flatten(0, -2) != 0).any(-1).sum()) for g in moved]
         return max(tokens, default=2) > 1
 
-    def _have_own_rows(self, tensor: Tensor, heads: HeadSlices) -> bool:
+    def have_own_rows(self, tensor: Tensor, heads: HeadSlices) -> bool:
         """Whether heads, or key/value groups, read disjoint features of some projection. Tokens do not, even if a router or a ReLU
         makes them read different features."""
         each = [{frozenset(r) for r in features} for features in self.rows(tensor, heads).values()]
@@ -228,6 +252,16 @@ def _is_causal(blocked: Tensor) -> bool:
     blocked = blocked[..., :tokens]
     behind = torch.ones(tokens, tokens, dtype=torch.bool, device=blocked.device).triu(1)
     return tokens > 1 and bool(blocked[..., behind].all()) and not bool(blocked[..., behind.T].all())
+
+
+def joined(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor with its dimensions 1 and 2, those of ``shape``, as one."""
+    return tensor[(None,) * (5 - tensor.ndim)].expand(-1, *shape[1:3], -1, -1).flatten(1, 2)
+
+
+def parted(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The reverse of `joined`."""
+    return tensor.reshape(len(tensor), *shape[1:3], *tensor.shape[2:])
 
 
 def is_causal_mask(mask: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 class HeadSlices:
     """Where the heads are in a tensor: head h has ``indices[h]`` of dimension ``dim``.
 
-    Four-dimensional attention has the heads in dimension 1. Three-dimensional attention (batch * heads, tokens, …),
+    Four-dimensional attention mostly has the heads in dimension 1. Three-dimensional attention (batch * heads, tokens, …),
     as in older code (OPT, D2L), has them in dimension 0, together with the batch.
     """
 
@@ -26,7 +26,7 @@ class HeadSlices:
 
     def repeated(self, size: int) -> HeadSlices:
         """The same heads in a tensor of ``size`` grouped key/value heads, each of which several heads share."""
-        repeat = max(1, len(self) // size) if self.dim == 1 else 1
+        repeat = max(1, len(self) // size)
         return HeadSlices(self.dim, tuple(tuple(i // repeat for i in index) for index in self.indices))
 
     def take(self, tensor: Tensor, head: int) -> Tensor:

@@ -16,7 +16,17 @@ from torch.overrides import TorchFunctionMode
 from headprune.attention import is_inside
 from headprune.inputs import tensors
 from headprune.offload import is_offloaded
-from headprune.trace.reading import Reader, are_causal, disjoint, is_causal_mask, is_matrix, leaves_of, memory
+from headprune.trace.reading import (
+    Reader,
+    are_causal,
+    disjoint,
+    is_causal_mask,
+    is_matrix,
+    joined,
+    leaves_of,
+    memory,
+    parted,
+)
 from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, ModuleRecord, Rows
 
 # Autograd's names of operations that change only the shape or strides.
@@ -26,6 +36,9 @@ _SOFTMAX: set[Callable[..., Any]] = {F.softmax, torch.softmax, Tensor.softmax}
 _CONV: set[Callable[..., Any]] = {F.conv1d, F.conv2d}  # with kernel size 1: linear layers over channels
 _LINEAR: set[Callable[..., Any]] = {F.linear, torch.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 _MOST_BETWEEN = 12  # the most modules between an attention and W_O to record
+
+Place = tuple[int, int]
+"""A tensor's memory address, and how many numbers are there."""
 
 
 class Tracer(TorchFunctionMode):
@@ -198,6 +211,10 @@ class Tracer(TorchFunctionMode):
     def _on_sdpa(self, func: Any, args: Any, kwargs: Any) -> Tensor:
         given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
         query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+        if self.reader.are_grouped(query, key):
+            shape = query.shape
+            parts = {k: joined(v, shape) if isinstance(v, Tensor) else v for k, v in given.items()}
+            return parted(self._on_sdpa(func, (), parts), shape)
         result: Tensor = func(*args, **kwargs).detach().requires_grad_()
         self.reader.forget()
         heads = self.reader.heads_in(query)
@@ -209,12 +226,13 @@ class Tracer(TorchFunctionMode):
         first = (0,) * (query.ndim - 2)
         attention.pairwise = self.reader.compares_tokens(key[first] @ query[first][-1])
         attention.query_rows = self._read(attention, query, heads)
-        self._read(attention, key, heads.repeated(key.shape[1]))
-        own = heads.repeated(value.shape[1])
+        self._read(attention, key, heads.repeated(key.shape[heads.dim]))
+        own = heads.repeated(value.shape[heads.dim])
         attention.value_rows = self._read(attention, value, own, are_values=True)
         each = [own.take(value.detach(), h) for h in range(len(own))]
         attention.same_values = [next(i for i, one in enumerate(each) if torch.equal(one, part)) for part in each]
-        if mask is not None and mask.requires_grad and mask.ndim == query.ndim and mask.shape[1] == query.shape[1]:
+        at = heads.dim
+        if mask is not None and mask.requires_grad and mask.ndim == query.ndim and mask.shape[at] == query.shape[at]:
             self.reader.read(attention, mask, heads)
         self._note_sources(attention, query, key)
         return result.clone()
@@ -238,6 +256,10 @@ class Tracer(TorchFunctionMode):
             return out
         scores = scores.movedim(dim, -1)  # keys last, as usual
         self.reader.forget()
+        if self.reader.are_grouped(scores):
+            others = {k: v for k, v in kwargs.items() if k not in ("input", "dim")}
+            flat = self._on_softmax(func, (joined(scores, scores.shape), -1, *args[2:]), others)
+            return parted(flat, scores.shape).movedim(-1, dim)
         heads = self.reader.heads_in(scores)
         if heads is None:
             self._note_lone_head(scores)
@@ -257,7 +279,9 @@ class Tracer(TorchFunctionMode):
         listed = isinstance(self.modules.get(self._attention_module().rpartition(".")[0]), nn.ModuleList)
         if listed and scores.ndim == 3 and self.reader.compares_tokens(scores[0, -1]):
             heads = HeadSlices(0, (tuple(range(scores.shape[0])),))
-            why = "it is a head by itself in a list of modules, and headprune removes heads from within a module"
+            why = "it is a head by itself, and headprune removes heads from among those that one softmax computes"
+            if self.reader.have_own_rows(scores, (along := HeadSlices.along(1, scores.shape[1]))):
+                heads, why = along, f"its scores have shape {tuple(scores.shape)}, without a dimension of queries"
             attention = self._new_attention(scores, heads, fused=False, tokens=scores.shape[-2], reason=why)
             self._read(attention, scores, heads)
 
@@ -315,22 +339,22 @@ class Tracer(TorchFunctionMode):
 
     def _note_sources(self, attention: AttentionCall, *parts: Tensor) -> None:
         """Record whether this is cross-attention: no argument of the module is read by all projections of queries and keys."""
-        given = {id(t): t for t in self.records[attention.module].inputs}
+        given = {_place(t): t for t in self.records[attention.module].inputs}
         sources = [self.calls[id(leaf)].source for part in parts for leaf in leaves_of(part) if id(leaf) in self.calls]
         # Relative positions are also projected from an argument, but one without a batch dimension.
         rows = max((source.shape[0] for source in sources), default=0)
-        origins = {frozenset(n for n in self._origins(s, given) if given[n].shape[0] == rows) for s in sources}
+        origins = {frozenset(n for n in self._origins(s, given) if rows == _rows(given[n], s)) for s in sources}
         origins.discard(frozenset())
         attention.cross = len(origins) > 1 and not frozenset.intersection(*origins)
 
-    def _origins(self, source: Tensor, given: dict[int, Tensor]) -> set[int]:
+    def _origins(self, source: Tensor, given: dict[Place, Tensor]) -> set[Place]:
         """The arguments in ``given`` from which a projection's input was computed, perhaps through other projections."""
-        if id(source) in given:
-            return {id(source)}
+        if (place := _place(source)) in given:
+            return {place}
         computed = [t for t in given.values() if t.requires_grad and source.requires_grad]
         if computed:
             gradients = torch.autograd.grad(source.sum(), computed, retain_graph=True, allow_unused=True)
-            if direct := {id(t) for t, g in zip(computed, gradients, strict=True) if g is not None}:
+            if direct := {_place(t) for t, g in zip(computed, gradients, strict=True) if g is not None}:
                 return direct
         calls = [self.calls[id(leaf)] for leaf in leaves_of(source) if id(leaf) in self.calls]
         module = self._attention_module()
@@ -345,6 +369,16 @@ class Tracer(TorchFunctionMode):
             if any(t.ndim >= 2 for t in (*module.parameters(), *packed)):
                 return name
         return self.running[-1] if self.running else ""
+
+
+def _place(tensor: Tensor) -> Place:
+    """What a tensor has in common with its transposes."""
+    return memory(tensor), tensor.numel()
+
+
+def _rows(argument: Tensor, source: Tensor) -> int:
+    """The first dimension of an argument, as a projection sees it, whose input may have the first two exchanged."""
+    return (source if argument.shape[1::-1] == source.shape[:2] else argument).shape[0]
 
 
 def _arity(output: Any) -> int | None:

@@ -16,7 +16,7 @@ import headprune as hp
 from tests.support import odd, textbook
 from tests.support.families import built
 from tests.support.plain import WIDTH, Attention, model_of, noise
-from tests.support.zoo import ZOO, Made, TorchEncoder, randomise, sizes, text
+from tests.support.zoo import ZOO, Made, TorchAttention, TorchEncoder, randomise, sizes, text
 
 WRITERS = ("bloom", "mpt", "gpt_oss", "falcon")  # built with a head that writes text
 
@@ -37,6 +37,8 @@ AS_MANY = sizes("sdpa", num_hidden_layers=2, hidden_size=64, num_attention_heads
 GROUPED = sizes("sdpa", num_hidden_layers=2, num_key_value_heads=1)
 MORE: dict[str, Callable[[], Made]] = {
     "tokens_first": lambda: (TorchEncoder(batch_first=False, bias=False), noise(3, 6, 32)),
+    "transformer_tokens_first": lambda: (nn.Transformer(32, 4, 2, 2, 48), (noise(6, 3, 32), noise(5, 3, 32))),
+    "key_bias": lambda: (TorchAttention(), noise(3, 6, 32)),
     "one_key_value_head": lambda: (tf.LlamaForCausalLM(tf.LlamaConfig(**GROUPED)), text()),
     "as_many_heads_as_wide": lambda: (tf.BertForSequenceClassification(tf.BertConfig(**AS_MANY)), text()),
     "Twice": lambda: (odd.Twice(), noise(2, 5, WIDTH)),

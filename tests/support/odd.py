@@ -22,6 +22,62 @@ class HeadsLast(Attention):
         return self.o(self.joined(torch.einsum("bijh,bjhd->bhid", weights, v)))
 
 
+class HeadsThird(Attention):
+    """Weights ``[batch, query, head, key]``: with as many tokens as heads, these were exchanged; with fewer, it crashed."""
+
+    def attend(self, x: Tensor, **mask: Any) -> Tensor:
+        q, k, v = self.split(x)
+        weights = (torch.einsum("bhid,bhjd->bihj", q, k) / 3).softmax(-1)
+        return self.joined(torch.einsum("bihj,bhjd->bhid", weights, v))
+
+
+class AsManyWindows(Attention):
+    """``[batch, window, head, token, features]``, and as many windows as heads, for which they were taken."""
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in super().split(x))
+
+    def attend(self, x: Tensor, **mask: Any) -> Tensor:
+        result = F.scaled_dot_product_attention(*self.split(F.pad(x, (0, 0, 0, -x.shape[1] % HEADS))))
+        return self.joined(result.transpose(1, 2).flatten(2, 3))[:, : x.shape[1]]
+
+
+class HeadsFirst(Attention):
+    """``[heads, batch, tokens, features]``: two examples were taken for two heads."""
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.transpose(0, 1) for t in super().split(x))
+
+    def joined(self, result: Tensor) -> Tensor:
+        return super().joined(result.transpose(0, 1))
+
+
+class EagerHeadsFirst(HeadsFirst):
+    def attend(self, x: Tensor, **mask: Any) -> Tensor:
+        q, k, v = self.split(x)
+        return self.joined((q @ k.mT / 3).softmax(-1) @ v)
+
+
+class Folded(Attention):
+    """``[batch * heads, 1, tokens, features]``, for kernels that want four dimensions: all heads were taken for one."""
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.flatten(0, 1)[:, None] for t in super().split(x))
+
+    def joined(self, result: Tensor) -> Tensor:
+        return super().joined(result.unflatten(0, (-1, self.num_heads)).flatten(2, 3))
+
+
+class Parallel(Attention):
+    """W_O reads hidden features of an MLP, too: they went with the last head."""
+
+    def build(self) -> None:
+        self.up, self.o = nn.Linear(WIDTH, 48), nn.Linear(WIDTH + 48, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.cat([self.attend(x), self.up(x).relu()], -1))
+
+
 class Convolutions(Attention):
     """Projections are convolutions one wide, as in diffusion models."""
 
@@ -99,6 +155,25 @@ class Interleaved(KeyValueGroups):
         q, k, v = super().split(x)
         order = torch.arange(self.num_heads).view(self.num_kv_groups, -1).T.flatten()
         return q, k[:, order], v[:, order]
+
+
+class GroupsApart(KeyValueGroups):
+    """``[batch, group, head, token, features]``: a group was taken for a head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for p in (self.qkv, self.k, self.v))
+        q = q.unflatten(1, (self.num_kv_groups, -1))
+        return self.o(self.joined(((q @ k[:, :, None].mT / 3).softmax(-1) @ v[:, :, None]).flatten(1, 2)))
+
+
+class GroupsLast(KeyValueGroups):
+    """``[batch, head, group, token, features]``, in a fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for p in (self.qkv, self.k, self.v))
+        q = q.unflatten(1, (-1, self.num_kv_groups))
+        k, v = (t[:, None].expand(-1, q.shape[1], -1, -1, -1) for t in (k, v))
+        return self.o(self.joined(F.scaled_dot_product_attention(q, k, v).flatten(1, 2)))
 
 
 class NormOfEach(Attention):
@@ -277,6 +352,28 @@ class OutputEach(TwoOutputs):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.o(self.attend(x)) + self.o2(self.attend(x))
+
+
+class Summed(Attention):
+    """No W_O: the heads are added up."""
+
+    def joined(self, result: Tensor) -> Tensor:
+        return result.sum(1).repeat(1, 1, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attend(x)
+
+
+class Pooling(Attention):
+    """One query for each head, and so no dimension of queries."""
+
+    def build(self) -> None:
+        self.query = nn.Parameter(torch.randn(HEADS, SIZE))
+
+    def attend(self, x: Tensor, **mask: Any) -> Tensor:
+        _, k, v = self.split(x)
+        weights = torch.einsum("hd,bhtd->bht", self.query, k).softmax(-1)
+        return self.joined(torch.einsum("bht,bhtd->bhd", weights, v)[:, :, None])
 
 
 class Hidden(Attention):

@@ -141,6 +141,17 @@ class TorchEncoder(nn.Module):
         return self.head(self.encoder(x, src_key_padding_mask=padding).mean(1 if self.batch_first else 0))
 
 
+class TorchAttention(nn.Module):
+    """PyTorch's own attention, with a key and a value more, which are parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, add_bias_kv=True, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
 def mha(attention: str = "sdpa") -> Made:
     generator = torch.Generator().manual_seed(1)
     padding = torch.zeros(3, 6, dtype=torch.bool)

@@ -30,7 +30,8 @@ from headprune.divergence import IGNORED, regresses
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement, compare, value_of
 from headprune.exporting import Exported, export, format_named, is_exported, time_onnx
-from headprune.inputs import LABELS, writes
+from headprune.input_specs import record
+from headprune.inputs import LABELS, with_decoder_input, writes
 from headprune.metrics import LOSSES, TEXTS, Answers, metric_named
 from headprune.offload import copied
 from headprune.parallel import current
@@ -178,6 +179,8 @@ def guessing(scene: Scene) -> float | None:
     for feature in scene.parts.report.features:
         for name in LABELS:
             labels = feature.get(name, [])
+            if labels == feature.get("input_ids"):
+                labels = labels[1:]  # of a text, whose first token nothing predicts
             for i, label in enumerate(labels if isinstance(labels, list) else [labels]):
                 several = isinstance(label, float)  # classes are whole numbers; several at once are 0.0 or 1.0
                 if several and (label not in (0.0, 1.0) or not isinstance(labels, list)):
@@ -303,7 +306,10 @@ def export_models(scene: PruneScene, results: Sequence[documents.BudgetResult]) 
         files = {model.name: scene.content.path / model.file for model in models if model.file}
         if files and all(map(is_exported, files.values())):
             make = partial(_time_format, scene, name, files)
-            rows.append(scene.store.get(f"latency {name} {scene.environment}", make))
+            try:
+                rows.append(scene.store.get(f"latency {name} {scene.environment}", make))
+            except HeadPruneError as error:
+                scene.console.say(f"The {name} files could not be timed: {error.args[0]}")
         every += models
     return {"exports": tuple(every), "engines": tuple(rows)}
 
@@ -336,8 +342,11 @@ def _time_format(scene: PruneScene, name: str, files: dict[str, Path]) -> docume
     """Times of files of one format in its engine, beside the dense model, which is exported only for this."""
     dense = scene.content.path.parent / f"dense{format_named(name).suffix}"
     with scene.console.track(f"timing {name}"):
-        _export(scene, copy.deepcopy(scene.model).to("cpu"), name, dense)
-        rows = [time_onnx({"dense": dense, **files}, example) for _, _, example in inputs(scene)]
+        model = copy.deepcopy(scene.model).to("cpu")
+        record(model, scene.example)  # to be traced as the pruned ones are
+        _export(scene, model, name, dense)
+        examples = [with_decoder_input(scene.model, example) for _, _, example in inputs(scene)]
+        rows = [time_onnx({"dense": dense, **files}, example) for example in examples]
     return documents.EngineLatency(format=name, rows=tuple(rows))
 
 

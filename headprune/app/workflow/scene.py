@@ -345,13 +345,13 @@ def check_same(scene: Scene, scores: Sequence[HeadScores], source: RunFolder) ->
     )
 
 
-def seen_before(parts: DataParts, before: DataParts, same_data: bool) -> int:
-    """How many of the examples to report were used before to score or choose the heads.
+def seen_before(parts: DataParts, used: Sequence[Part], same_data: bool) -> int:
+    """How many of the examples to report were used before.
 
     Args:
+        used: The parts that they were in, such as those that scored and chose the heads.
         same_data: Whether the dataset is the same, so that row numbers are compared too: a text may be truncated differently now.
     """
-    used = (before.score, before.choose)
     inputs = {key for part in used for key in part.inputs}
     rows = {(part.split, row) for part in used for row in part.rows} if same_data else set()
     report = parts.report
