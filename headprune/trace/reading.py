@@ -259,11 +259,6 @@ def joined(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor[(None,) * (5 - tensor.ndim)].expand(-1, *shape[1:3], -1, -1).flatten(1, 2)
 
 
-def parted(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The reverse of `joined`."""
-    return tensor.reshape(len(tensor), *shape[1:3], *tensor.shape[2:])
-
-
 def is_causal_mask(mask: Tensor | None) -> bool:
     """Whether a boolean or additive mask blocks every key after its query."""
     if mask is None or mask.shape[-1] != mask.shape[-2]:

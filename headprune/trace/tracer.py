@@ -25,7 +25,6 @@ from headprune.trace.reading import (
     joined,
     leaves_of,
     memory,
-    parted,
 )
 from headprune.trace.record import AttentionCall, HeadSlices, LinearCall, ModuleRecord, Rows
 
@@ -214,7 +213,7 @@ class Tracer(TorchFunctionMode):
         if self.reader.are_grouped(query, key):
             shape = query.shape
             parts = {k: joined(v, shape) if isinstance(v, Tensor) else v for k, v in given.items()}
-            return parted(self._on_sdpa(func, (), parts), shape)
+            return self._on_sdpa(func, (), parts).unflatten(1, shape[1:3])
         result: Tensor = func(*args, **kwargs).detach().requires_grad_()
         self.reader.forget()
         heads = self.reader.heads_in(query)
@@ -259,7 +258,7 @@ class Tracer(TorchFunctionMode):
         if self.reader.are_grouped(scores):
             others = {k: v for k, v in kwargs.items() if k not in ("input", "dim")}
             flat = self._on_softmax(func, (joined(scores, scores.shape), -1, *args[2:]), others)
-            return parted(flat, scores.shape).movedim(-1, dim)
+            return flat.unflatten(1, scores.shape[1:3]).movedim(-1, dim)
         heads = self.reader.heads_in(scores)
         if heads is None:
             self._note_lone_head(scores)
