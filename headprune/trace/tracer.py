@@ -213,7 +213,7 @@ class Tracer(TorchFunctionMode):
         if self.reader.are_grouped(query, key):
             shape = query.shape
             parts = {k: joined(v, shape) if isinstance(v, Tensor) else v for k, v in given.items()}
-            return self._on_sdpa(func, (), parts).unflatten(1, shape[1:3])
+            return torch.unflatten(self._on_sdpa(func, (), parts), 1, shape[1:3])
         result: Tensor = func(*args, **kwargs).detach().requires_grad_()
         self.reader.forget()
         heads = self.reader.heads_in(query)
@@ -258,7 +258,7 @@ class Tracer(TorchFunctionMode):
         if self.reader.are_grouped(scores):
             others = {k: v for k, v in kwargs.items() if k not in ("input", "dim")}
             flat = self._on_softmax(func, (joined(scores, scores.shape), -1, *args[2:]), others)
-            return flat.unflatten(1, scores.shape[1:3]).movedim(-1, dim)
+            return torch.unflatten(flat, 1, scores.shape[1:3]).movedim(-1, dim)
         heads = self.reader.heads_in(scores)
         if heads is None:
             self._note_lone_head(scores)
