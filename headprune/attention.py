@@ -186,7 +186,9 @@ class AttentionLayer:
         return f"L{self.index}.H{head}"
 
     def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = _LAYER.dump_python(self, mode="json")
+        # Versions that did not know of other places for heads read files of the usual one.
+        usual = {"heads_dim"} if self.heads_dim == 1 else None
+        data: dict[str, Any] = _LAYER.dump_python(self, mode="json", exclude=usual)
         return {**data, "output_inside": self.output_inside, "concatenates": self.concatenates}
 
     @classmethod

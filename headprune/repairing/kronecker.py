@@ -32,7 +32,7 @@ from headprune.repairing.results import AnswersRepair, AnswersStep, Changes, Rep
 from headprune.repairing.runner import Runner, Seen
 
 T = TypeVar("T")
-_DAMPINGS = (0.01, 0.1, 1.0)  # of the mean variance of an input, and of a slope
+_DAMPINGS = (0.01, 0.1, 1.0, 10.0)  # of the mean variance of an input, and of a slope
 _TOKENS = 8  # per kept input of the widest W_O: so many at least are looked at, and so many
 _MANY = 2048  # in any case
 # With more tokens, one of so many batches serves to compare dampings. It is odd, as examples alternate between folds.
