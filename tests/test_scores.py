@@ -539,18 +539,19 @@ def by_hand(name: str, method: str) -> ByHand:
     rows, layers, seen = split(batch, 1), hp.find_attention(model, batch), list[Tensor]()
     scores = hp.score(model, [batch], method, layers=layers, seed=3)
     assert scores.signed
-    output = model.get_submodule(layers[1].output_projection.module)
+    layer = layers[1 % len(layers)]
+    output = model.get_submodule(layer.output_projection.module)
     handle = output.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
     with torch.no_grad():
         dense = [per_example_loss(model, r) for r in rows]  # without padding
     handle.remove()
-    return model, rows, layers[1], seen, dense, scores.values[layers[1].name][HEAD]
+    return model, rows, layer, seen, dense, scores.values[layer.name][HEAD]
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "albert"])
 @torch.no_grad()
 def test_mean_ablation_is_a_bias(name: str) -> None:
-    """A head that gives its mean is a head that is gone, and W_O's bias that holds its mean."""
+    """A head that gives its mean, over all calls of its layer, is a head that is gone, and W_O's bias that holds its mean."""
     model, rows, layer, seen, dense, found = by_hand(name, "mean-ablation")
     columns = list(layer.output_projection.features[HEAD])
     output = model.get_submodule(layer.output_projection.module)

@@ -65,15 +65,14 @@ def mean_ablation(problem: Problem) -> Estimate:
     """The head's output is replaced by its mean over the tokens of all examples, as Wang et al. (2022) do.
 
     Section 2.1 of "Interpretability in the Wild" (arXiv:2211.00593). A constant that a head adds to every token, such as a
-    bias, does not count: after pruning, W_O's bias could add it. Of a layer that runs several times, the first call's tokens
-    give the mean.
+    bias, does not count: after pruning, W_O's bias could add it. The mean of a layer that runs several times is over all calls.
     """
 
     def count_and_sum(tokens: Tensor, example: int) -> Tensor:
         return torch.cat([tokens.new_tensor([len(tokens)]), tokens.sum(0)])
 
     problem = replace(problem, batches=separate(problem))
-    totals = _head_outputs(problem, "mean", count_and_sum)
+    totals = _head_outputs(problem, "mean", count_and_sum, lambda calls, example: calls.sum(0))
     means = {name: each[:, 1:].sum(0) / each[:, 0].sum() for name, each in totals.items()}
 
     def constant(mean: Tensor) -> Fill:
@@ -91,14 +90,17 @@ def resample_ablation(problem: Problem) -> Estimate:
 
     Resample ablation of Chan et al. (2022), "Causal Scrubbing", per token: the replacement comes from the same distribution
     as the original, so the model only sees activations that occur on the data. The seed gives one draw per token; the pool
-    holds one token of every example.
+    holds one token of every example, of one of the calls where a layer runs several times.
     """
 
     def one_token(tokens: Tensor, example: int) -> Tensor:
         return tokens[int(_draws(problem.seed, example, 1, len(tokens)))]
 
+    def one_call(tokens: Tensor, example: int) -> Tensor:
+        return tokens[int(_draws(problem.seed + 2, example, 1, len(tokens)))]
+
     problem = replace(problem, batches=separate(problem))
-    pools = _head_outputs(problem, "pool", one_token)
+    pools = _head_outputs(problem, "pool", one_token, one_call)
 
     def fills(start: int, size: int, batch: Any) -> dict[str, Fill]:
         real = {layer.name: partial(real_queries, problem, layer, batch) for layer in problem.layers}
@@ -158,31 +160,35 @@ def _draws(seed: int, example: int, count: int, below: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng((seed, example)).integers(below, size=count))
 
 
-def _head_outputs(problem: Problem, key: str, summarize: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
+def _head_outputs(
+    problem: Problem, key: str, summarize: Callable[[Tensor, int], Tensor], join: Callable[[Tensor, int], Tensor]
+) -> dict[str, Tensor]:
     """A summary of every example's heads' outputs, by layer: ``{layer_name: [examples that it runs on, width]}``.
 
     Args:
         summarize: Takes W_O's input at an example's real tokens ``[tokens, features]``, and the example's number.
+        join: Takes the summaries of all calls of the layer ``[calls, width]``, and the example's number.
     """
     ones = {layer.name: torch.ones(layer.num_heads) for layer in problem.layers}
 
     def compute(start: int, batch: Any, size: int) -> dict[str, Tensor]:
-        rows: dict[str, Tensor] = {}
+        calls: dict[str, list[Tensor]] = {}
 
         def note(layer: AttentionLayer, hidden: Tensor, gates: int) -> Tensor:
-            if layer.name not in rows:  # if a layer runs several times, only its first call counts
-                each = list(hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double())
-                real = real_queries(problem, layer, batch, len(each[0]))
-                if real is not None:
-                    masks = real[:, 0].cpu().expand(size, -1)
-                    each = [e[mask] if mask.any() else e for e, mask in zip(each, masks, strict=True)]
-                rows[layer.name] = torch.stack([summarize(tokens, start + r) for r, tokens in enumerate(each)])
+            each = list(hidden.detach().reshape(size, -1, hidden.shape[-1]).cpu().double())
+            real = real_queries(problem, layer, batch, len(each[0]))
+            if real is not None:
+                masks = real[:, 0].cpu().expand(size, -1)
+                each = [e[mask] if mask.any() else e for e, mask in zip(each, masks, strict=True)]
+            seen = torch.stack([summarize(tokens, start + r) for r, tokens in enumerate(each)])
+            calls.setdefault(layer.name, []).append(seen)
             return torch.zeros_like(hidden)
 
         notes: dict[str, Fill] = {layer.name: partial(note, layer) for layer in problem.layers}
         with torch.no_grad(), problem.gated(ones, notes):
             problem.losses(batch)
-        return rows
+        every = {name: torch.stack(own, dim=1) for name, own in calls.items()}
+        return {n: torch.stack([join(row, start + r) for r, row in enumerate(own)]) for n, own in every.items()}
 
     parts = problem.parts(key, compute)
     names = [layer.name for layer in problem.layers if any(layer.name in part for part in parts)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import headprune as hp
 from headprune.inputs import first_rows
 from headprune.scoring import METHODS
-from tests.support.zoo import ZOO, labelled, randomise, sizes, swin, text
+from tests.support.zoo import ZOO, albert, labelled, randomise, sizes, swin, text
 
 
 def small(heads: int = 3, layers: int = 2) -> tuple[nn.Module, list[dict[str, Tensor]]]:
@@ -27,7 +27,7 @@ def small(heads: int = 3, layers: int = 2) -> tuple[nn.Module, list[dict[str, Te
 
 def double(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model of the zoo in float64, and its example with labels."""
-    model, example = (ZOO | {"swin": swin})[name]()
+    model, example = (ZOO | {"swin": swin, "albert": albert})[name]()
     batch = labelled(model, example)
     return model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
 

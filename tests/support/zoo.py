@@ -105,6 +105,15 @@ def whisper(attention: str = "sdpa") -> Made:
     }
 
 
+def albert() -> Made:
+    """Whose only layer runs three times."""
+    config = tf.AlbertConfig(
+        vocab_size=100, embedding_size=16, hidden_size=32, num_attention_heads=4, num_hidden_layers=3, intermediate_size=48,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return randomise(tf.AlbertForSequenceClassification(config)), text()
+
+
 def swin(attention: str = "sdpa") -> Made:
     """Which cuts windows out of every picture: [pictures * windows, heads, queries, keys]."""
     config = tf.SwinConfig(
