@@ -54,13 +54,12 @@ class _Factors:
     has_bias: bool
 
     def total(self, fold: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The second moments of inputs and of these with the divergence's slopes, of one fold or of all; and of the outputs' slopes.
+        """The second moments of inputs, of these with the divergence's slopes, and of the outputs' slopes; of one fold, or of all.
 
         Each has a last row of the sums alone, for the number of tokens.
         """
         part = slice(None) if fold is None else slice(fold, fold + 1)
-        # A few examples serve for outputs, perhaps of one fold: these slopes know nothing of the divergence.
-        return self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx.sum(0)
+        return self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx[part].sum(0)
 
     def slopes_along(self, steps: Sequence[Tensor]) -> Tensor:
         """The derivative of every fold's divergence along its steps ``[steps, kept inputs (+ 1), out]``, summed over folds: ``[steps]``."""
@@ -71,13 +70,14 @@ class _Factors:
 def _step(factors: Sequence[_Factors], damping: float, fold: int | None = None) -> Tensor:
     """K-FAC's change of W_O ``[kept inputs (+ 1 for the bias), out]``, from the sums over several sets of examples."""
     xx, xg, ss = (torch.stack(each).sum(0) for each in zip(*(own.total(fold) for own in factors), strict=True))
-    tokens, few, ss = xx[-1, -1].clamp(min=1), ss[-1, -1].clamp(min=1), ss[:-1, :-1]
+    # Outputs may be of fewer sets of examples (`_Look._sums`).
+    tokens, of_outputs, ss = xx[-1, -1].clamp(min=1), ss[-1, -1].clamp(min=1), ss[:-1, :-1]
     if not factors[0].has_bias:
         xx, xg = xx[:-1, :-1], xg[:-1]
     if not bool(xx.diagonal().any() & ss.diagonal().any()):
         return torch.zeros_like(xg)
     left, right = (
-        (m + damping * m.diagonal().mean() * torch.eye(len(m)).to(m)) / n for m, n in ((xx, tokens), (ss, few))
+        (m + damping * m.diagonal().mean() * torch.eye(len(m)).to(m)) / n for m, n in ((xx, tokens), (ss, of_outputs))
     )
     step: Tensor = -torch.linalg.solve(right, torch.linalg.solve(left, xg / tokens).mT).mT
     return step
@@ -114,17 +114,14 @@ class _Look:
         """
         some = self._some()
         few = some[:: min(_LOOKED_AT, len(some))] if self._tokens(some) > _MANY else some
-        sums, divergences = self._sums(some, few)
+        sums, divergences = self._sums(some)
         crossed = {
             n: [torch.stack([_step([own], d, 1 - f) for d in _DAMPINGS]) for f in range(FOLDS)]
             for n, own in sums.items()
         }
         along = [own.slopes_along(steps).cpu() for own, steps in zip(sums.values(), crossed.values(), strict=True)]
-        examples, divergence, slopes = (
-            len(divergences),
-            divergences.mean(),
-            torch.stack(along).sum(0) / len(divergences),
-        )
+        examples, divergence = len(divergences), divergences.mean()
+        slopes = torch.stack(along).sum(0) / examples
         curvatures = torch.cat(self._share("curvatures", partial(self._changes_along, crossed), few)).square().mean(0)
         gains = torch.where((slopes < 0) & (curvatures > 0), slopes.square() / (2 * curvatures), 0.0)
         best = int(gains.argmax())
@@ -144,15 +141,15 @@ class _Look:
             return AnswersStep(changes(parts), facts, lambda part: changes([parts[part]]), others)
         return AnswersStep(changes([sums]), facts, lambda fold: changes([sums], fold))
 
-    def _sums(self, some: Sequence[int], few: Sequence[int] = ()) -> tuple[Sums, Tensor]:
-        """The sums over the tokens of some batches, of outputs' slopes over those of a few; and the divergence of every example
-        ``[examples]``, summed over tokens."""
+    def _sums(self, some: Sequence[int], outputs: bool = True) -> tuple[Sums, Tensor]:
+        """The sums over the tokens of some batches, with outputs' slopes or without; and the divergence of every example ``[examples]``,
+        summed over tokens."""
         device = None if is_offloaded(self.calibration.model) else model_device(self.calibration.model)
         sums = {
             name: _Factors(Moments(len(kept), out := p.weight.shape[1], device), Moments(out, 1, device), p.has_bias)
             for name, (p, kept) in self.places.items()
         }
-        divergences = torch.cat(self._share("slopes", partial(self._add, sums, few), some))
+        divergences = torch.cat(self._share("slopes", partial(self._add, sums, outputs), some))
         for name, own in sums.items():
             current().add(f"slopes of {name}", [own.inputs.xx, own.inputs.xy, own.outputs.xx])
             own.inputs.complete()
@@ -166,7 +163,7 @@ class _Look:
         try:
             runner = self.calibration.runner_of_others(self.runner.examples)
             look = _Look(self.calibration, self.drop, self.start, self.places, runner)
-            sums, divergences = look._sums(look._some())
+            sums, divergences = look._sums(look._some(), outputs=False)
         except Exception as error:  # others may have another form, and a model may raise anything about it
             if is_out_of_memory(error):
                 raise
@@ -197,7 +194,7 @@ class _Look:
         with self.calibration.applied(self.start.by_module, self.drop):
             return self.runner.slopes_of(self.runner.batches[index], self.places, sums_of)
 
-    def _add(self, sums: Sums, few: Sequence[int], index: int) -> Tensor:
+    def _add(self, sums: Sums, outputs: bool, index: int) -> Tensor:
         """Add the tokens of a batch to the sums; returns the divergence of its examples ``[examples]``, summed over tokens."""
         runner, model, divergences = self.runner, self.calibration.model, list[Tensor]()
         batch = runner.batches[index]
@@ -210,10 +207,10 @@ class _Look:
             real = real_tokens(model, batch, "decoder", runner.rows, now.shape[1]) if now.ndim > 2 else None
             tokens = now.shape[1] if real is None else real.sum(1).to(each.device)
             divergences.append((each.detach() * tokens).double().cpu())
-            return [(each * tokens).sum(), *([self._random(index, output)] if index in few else [])]
+            return [(each * tokens).sum(), *([self._random(index, output)] if outputs else [])]
 
         seen = self._seen(index, sums_of)
-        runner.count((6 if index in few else 4) * runner.rows.size(batch))
+        runner.count((6 if outputs else 4) * runner.rows.size(batch))
         if len(divergences[0]) != runner.rows.size(batch):
             raise HeadPruneError("tokens cannot be told apart by example.")
         for name, calls in seen.items():
