@@ -96,7 +96,8 @@ def searched(strategy: str) -> Run:
         known = [hp.score(model, score, method, layers=layers, seed=seed) for method in methods_for(strategy)]
         options = SearchOptions((budget_of(f"keep {keep}"),), strategy, seed=seed)
         trials = Trials(model, layers, score, choose, fit_choose=True)
-        subject = trials.subject(*[without_labels(model, score[0])] * 2)
+        inputs = without_labels(model, score[0])
+        subject = trials.subject(inputs, inputs)
         (fit,) = find_plans(options, candidates(known), trials, lambda budget: subject, CallbackConsole()).fits
         changes = ExitStack()
         changes.enter_context(trials.repaired(fit.plan.drop, whole=True))

@@ -114,11 +114,6 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """A model without the wrapper of `torch.compile`, which is of no class that can be built again."""
-    return getattr(model, "_orig_mod", model)
-
-
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Compute float32 products in full precision while the context lasts: no TF32 on a GPU, no bfloat16 in oneDNN.

@@ -708,10 +708,20 @@ def test_one_example_is_both_folds_by_its_tokens(name: str) -> None:
         torch.testing.assert_close(padded.by_module[name][0], weight, rtol=1e-6, atol=1e-6)
 
 
+STRENGTHS = (0.01, 0.1, 1.0, 10.0)
+
+
+def kfac(inputs: Tensor, slopes: Tensor, random: Tensor, strength: float) -> Tensor:
+    """K-FAC's step from tokens' inputs ``[tokens, in]``, slopes of the divergence and of a random projection ``[tokens, out]``."""
+    a, b = (torch.stack([torch.outer(v, v) for v in vs]).mean(0) for vs in (inputs, random))
+    a, b = (m + strength * m.diagonal().mean() * torch.eye(len(m)).to(m) for m in (a, b))
+    return -torch.linalg.inv(a) @ (inputs.T @ slopes / len(inputs)) @ torch.linalg.inv(b)
+
+
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_many_answers_come_nearer_on_other_texts(name: str, joint: bool) -> None:
-    """By a step along K-FAC's direction, which is computed here token by token; and those of other texts too, if it is fitted to both."""
+    """By K-FAC's step, whose direction and length are computed here token by token; and those of other texts too, if it is fitted to both."""
     (model, _), example, other = brute.model_of(name), text(40, 9, seed=1), text(100, 9, seed=2)
     layers = hp.find_attention(model, example)
     drop = {a.name: [h for unit in a.units[1:] for h in unit] for a in layers}
@@ -739,20 +749,32 @@ def test_many_answers_come_nearer_on_other_texts(name: str, joint: bool) -> None
         for module, (weight, _) in found.on_fold(0).by_module.items():
             torch.testing.assert_close(weight, alone.by_module[module][0])
     every = [seen_on(batch) for batch in (example, *more)]
+    along = torch.zeros(
+        40, 2, len(STRENGTHS), dtype=torch.float64
+    )  # of each text: derivatives along the step of the other fold
+    fold, moved, steps = runner.fold(0), [], []
     for module, (weight, bias) in start.by_module.items():
         place = next(p for p in dense_model.projections if p.name == module)
-        parts = []
+        parts, texts = [], []
         for real, seen in every:
             x, _, (g, s) = seen[module][0]
-            ones = x.new_ones(*x.shape[:-1], int(place.has_bias))
-            parts.append([t[real] for t in (torch.cat([x[..., place.kept(drop)], ones], -1), g, s)])
+            x = torch.cat([x[..., place.kept(drop)], x.new_ones(*x.shape[:-1], int(place.has_bias))], -1)
+            parts.append([t[real] for t in (x, g, s)])
+            texts.append([[t[i][real[i]] for t in (x, g, s)] for i in range(len(x))])
+        for n, strength in enumerate(STRENGTHS):
+            for f in (0, 1):
+                others = [text for i, text in enumerate(texts[0]) if fold[i] != f]
+                step = kfac(*(torch.cat(t) for t in zip(*others, strict=True)), strength)
+                for i in (fold == f).nonzero().flatten().tolist():
+                    x, *of_outputs = texts[0][i]
+                    along[i, :, n] += torch.stack([(x.T @ slopes * step).sum() for slopes in of_outputs])
         rows, slopes = (torch.cat(each) for each in list(zip(*parts, strict=True))[:2])
-        random = parts[0][2]  # the calibration examples serve for all
-        a, b = (sum(torch.outer(v, v) for v in vs) / len(vs) for vs in (rows, random))
-        a, b = (m + found.answers.strength * m.diagonal().mean() * torch.eye(len(m)).double() for m in (a, b))
-        step = -torch.linalg.inv(a) @ sum(map(torch.outer, rows, slopes)) @ torch.linalg.inv(b)
-        moved = [(found.by_module[module][0] - weight)[place.kept(drop)]]
-        moved += [(found.by_module[module][1] - bias)[None]] if place.has_bias else []
-        assert float(F.cosine_similarity(torch.cat(moved).flatten(), step.flatten(), dim=0)) == pytest.approx(
-            1, abs=1e-6
-        )
+        steps.append(kfac(rows, slopes, parts[0][2], found.answers.strength).flatten())
+        own = [(found.by_module[module][0] - weight)[place.kept(drop)]]
+        own += [(found.by_module[module][1] - bias)[None]] if place.has_bias else []
+        moved.append(torch.cat(own).flatten())
+    slope, curvature = along[:, 0].mean(0), along[:, 1].square().mean(0)
+    best = int(torch.where(slope < 0, slope**2 / curvature, 0).argmax())
+    assert found.answers.strength == STRENGTHS[best]
+    length = float(-slope[best] / curvature[best])
+    torch.testing.assert_close(torch.cat(moved), length * torch.cat(steps), rtol=1e-4, atol=1e-9)

@@ -20,8 +20,7 @@ from headprune.errors import HeadPruneError, first_line
 from headprune.files import read_json, recover_folder
 from headprune.fingerprint import has_identity
 from headprune.offload import make_loaders_copy, with_numbers
-from headprune.pruned import EmptyAttention, add_biases, add_record, restructure, structure_of
-from headprune.running import unwrapped
+from headprune.pruned import EmptyAttention, add_biases, add_record, restructure, structure_of, unwrapped
 from headprune.surgery import Removal, remove
 
 _WEIGHTS = ("model.safetensors", "pruned.safetensors")  # version 0.1 used the latter for pruned models

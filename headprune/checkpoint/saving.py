@@ -25,8 +25,7 @@ from headprune.fingerprint import fingerprint, is_wrapper
 from headprune.input_specs import record
 from headprune.inputs import Example, check_model, writes
 from headprune.offload import Offloaded, is_offloaded, reads_from
-from headprune.pruned import home, record_of, structure_of
-from headprune.running import unwrapped
+from headprune.pruned import home, record_of, structure_of, unwrapped
 
 MAX_SHARD = "50GB"  # transformers' default
 OFFLOADED_SHARD = "5GB"  # for offloaded models: one shard at a time is in memory

@@ -22,8 +22,8 @@ from headprune.exporting.engines import bench_files, is_exported, time_onnx
 from headprune.exporting.formats import FORMATS, Exported, Format, exporter, format_named
 from headprune.files import atomic_folder, locked
 from headprune.inputs import check_model
-from headprune.pruned import structure_of
-from headprune.running import evaluating, unwrapped
+from headprune.pruned import structure_of, unwrapped
+from headprune.running import evaluating
 
 __all__ = ["FORMATS", "Exported", "bench_files", "check_place", "export", "exporter", "format_named", "is_exported"]
 __all__ += ["time_onnx"]

@@ -165,12 +165,13 @@ def _ranked(calibration: Calibration, state: SearchState) -> tuple[list[Unit], f
 
     Measurements are stored: an interrupted search resumes there, and orders with the same start measure it once.
     """
-    search, units, runner = state.search, state.units(), calibration.runner
-    if not units:
-        return [], 0.0
+    search, runner = state.search, calibration.runner
     # While no head is removed, both kinds of orders are at the same place, so one measurement serves both.
     kinds = (GROUPS, SLICES) if has_groups(search.layers) and not state.steps else (search.kind,)
     of_kinds = {kind: replace(state, search=replace(search, kind=kind)).units() for kind in kinds}
+    units = of_kinds[search.kind]
+    if not units:
+        return [], 0.0
 
     def measured() -> tuple[dict[str, Tensor], float]:
         before, every = runner.passes, [unit for own in of_kinds.values() for unit in own]

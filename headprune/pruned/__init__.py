@@ -11,9 +11,18 @@ same name.
 
 from headprune.pruned.hooks import HeadArgument, SharedPositionBias, from_ranges, to_ranges
 from headprune.pruned.modules import EmptyAttention, MultiheadAttention, convert, is_ours, stand_in
-from headprune.pruned.structure import add_biases, add_record, ghosts, home, record_of, restructure, structure_of
+from headprune.pruned.structure import (
+    add_biases,
+    add_record,
+    ghosts,
+    home,
+    record_of,
+    restructure,
+    structure_of,
+    unwrapped,
+)
 
 __all__ = [
     "EmptyAttention", "HeadArgument", "MultiheadAttention", "SharedPositionBias", "add_biases", "add_record", "convert",
-    "from_ranges", "ghosts", "home", "is_ours", "record_of", "restructure", "stand_in", "structure_of", "to_ranges",
+    "from_ranges", "ghosts", "home", "is_ours", "record_of", "restructure", "stand_in", "structure_of", "to_ranges", "unwrapped",
 ]  # fmt: skip

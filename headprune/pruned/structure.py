@@ -211,13 +211,18 @@ def replace_by_stand_in(model: nn.Module, name: str) -> nn.Module:
 # -- what is noted of a model as a whole --------------------------------------------------------------
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """A model without the wrapper of `torch.compile`, which is of no class that can be built again."""
+    return getattr(model, "_orig_mod", model)
+
+
 def home(model: nn.Module) -> tuple[nn.Module, str]:
     """The model that holds the record, and the prefix of its modules' names in ``model``.
 
     For PEFT's wrapper that is the inner model, which stays when the adapters are merged; for torch.compile's what it wraps.
     """
     get = getattr(model, "get_base_model", None)
-    inner: nn.Module = get() if callable(get) else getattr(model, "_orig_mod", model)
+    inner: nn.Module = get() if callable(get) else unwrapped(model)
     return inner, next((f"{name}." for name, module in model.named_modules() if module is inner and name), "")
 
 
