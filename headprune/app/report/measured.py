@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import LogFormatter
 
 from headprune import amounts
 from headprune.app.documents import DISTURBED, BudgetResult, Dense, Measured, Metrics, TimeParts, ValueTable
@@ -70,7 +71,10 @@ def sizes_figure(metrics: Metrics) -> Figure:
     axis.fill_between(kept[::-1], lows, highs, color=_GREY, alpha=0.2, lw=0)
     axis.axhline(value[0], color="black", lw=0.8, ls=":", label="dense model")
     axis.set(xlabel=f"heads kept, of {kept[0]}", ylabel=f"{metric}, on the reported examples")
-    axis.set_yscale("log" if metric_named(metric).relative else "linear")
+    if metric_named(metric).relative:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(LogFormatter())  # 2.05, not 2.05 × 10⁰
+        axis.yaxis.set_minor_formatter(LogFormatter())
     axis.grid(alpha=0.25)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)  # never over the intervals
     return Figure("tradeoff.png", f"{metric} against heads kept, with random heads and 95 % intervals", figure)
