@@ -3,7 +3,7 @@
 As in `headprune.repairing.gauss_newton`, all output projections move together towards the dense model's answers, but there are far
 too many answers for a system of equations. So the direction is K-FAC's (Martens and Grosse 2015, arXiv:1503.05671): the Fisher
 information of a W_O is taken for the Kronecker product of the second moments of its inputs and of the slopes at its outputs, and
-that of two W_O's for zero. The step's length is Gauss-Newton's along this direction, for all W_O's together (section 6.4 there).
+that of two W_O's for zero. That makes the step far too long, so `headprune.repairing.steps` searches its length by the divergence itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,22 +21,20 @@ from headprune.attention import Heads
 from headprune.batches import is_out_of_memory
 from headprune.divergence import Divergence, logits_of, real_tokens
 from headprune.errors import HeadPruneError
-from headprune.inputs import doubled, model_device, tensors
+from headprune.inputs import model_device, tensors
 from headprune.offload import is_offloaded
 from headprune.parallel import current
 from headprune.repairing.calibration import Calibration, folds_of
 from headprune.repairing.examples import probe_of
-from headprune.repairing.gauss_newton import Places, joined, weights_of
+from headprune.repairing.gauss_newton import Places, weights_of
 from headprune.repairing.projections import FOLDS, Moments
 from headprune.repairing.results import AnswersRepair, AnswersStep, Changes, RepairWeights
 from headprune.repairing.runner import Runner, Seen
 
 T = TypeVar("T")
-_DAMPINGS = (0.01, 0.1, 1.0, 10.0)  # of the mean variance of an input, and of a slope
+_DAMPING = 0.1  # of the mean variance of an input, and of a slope
 _TOKENS = 8  # per kept input of the widest W_O: so many at least are looked at, and so many
 _MANY = 2048  # in any case
-# With more tokens, one of so many batches serves to compare dampings. It is odd, as examples alternate between folds.
-_LOOKED_AT = 3
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,17 @@ class _Factors:
         part = slice(None) if fold is None else slice(fold, fold + 1)
         return self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx[part].sum(0)
 
-    def slopes_along(self, steps: Sequence[Tensor]) -> Tensor:
-        """The derivative of every fold's divergence along its steps ``[steps, kept inputs (+ 1), out]``, summed over folds: ``[steps]``."""
-        xg = self.inputs.xy if self.has_bias else self.inputs.xy[:, :-1]
-        return torch.einsum("fdio,fio->d", torch.stack(list(steps)), xg)
+    def length(self, step: Tensor) -> tuple[float, float]:
+        """The slope of the divergence along a step, and K-FAC's curvature along it, per token."""
+        xx, xg, ss = self.total(None)
+        of_inputs, of_outputs = (m / m[-1, -1].clamp(min=1) for m in (xx, ss))
+        if not self.has_bias:
+            of_inputs, xg = of_inputs[:-1, :-1], xg[:-1]
+        slope = (step * xg).sum() / xx[-1, -1].clamp(min=1)
+        return float(slope), float((step * (of_inputs @ step @ of_outputs[:-1, :-1])).sum())
 
 
-def _step(factors: Sequence[_Factors], damping: float, fold: int | None = None) -> Tensor:
+def _step(factors: Sequence[_Factors], fold: int | None = None) -> Tensor:
     """K-FAC's change of W_O ``[kept inputs (+ 1 for the bias), out]``, from the sums over several sets of examples."""
     xx, xg, ss = (torch.stack(each).sum(0) for each in zip(*(own.total(fold) for own in factors), strict=True))
     # Outputs may be of fewer sets of examples (`_Look._sums`).
@@ -77,7 +79,7 @@ def _step(factors: Sequence[_Factors], damping: float, fold: int | None = None) 
     if not bool(xx.diagonal().any() & ss.diagonal().any()):
         return torch.zeros_like(xg)
     left, right = (
-        (m + damping * m.diagonal().mean() * torch.eye(len(m)).to(m)) / n for m, n in ((xx, tokens), (ss, of_outputs))
+        (m + _DAMPING * m.diagonal().mean() * torch.eye(len(m)).to(m)) / n for m, n in ((xx, tokens), (ss, of_outputs))
     )
     step: Tensor = -torch.linalg.solve(right, torch.linalg.solve(left, xg / tokens).mT).mT
     return step
@@ -90,8 +92,10 @@ Sums = Mapping[str, _Factors]
 def natural_gradient(calibration: Calibration, drop: Heads, start: RepairWeights, places: Places) -> AnswersStep | None:
     """One step from the weights ``start`` towards the dense model's answers, however many an example has.
 
+    Its length is a guess: K-FAC's own, as if all W_O's moved the answers alike.
+
     Returns:
-        None if no step does better than no change on the other fold's examples.
+        None if the divergence has no slope.
     """
     return _Look(calibration, drop, start, places, calibration.runner).step()
 
@@ -107,39 +111,26 @@ class _Look:
         self.divergence.rows = runner.rows
 
     def step(self) -> AnswersStep | None:
-        """The step.
-
-        Its damping and its length are those that do best when a step from the examples of one fold is tried on those of the other.
-        If the calibration has others, the step is then fitted to them too.
-        """
-        some = self._some()
-        few = some[:: min(_LOOKED_AT, len(some))] if self._tokens(some) > _MANY else some
-        sums, divergences = self._sums(some)
-        crossed = {
-            n: [torch.stack([_step([own], d, 1 - f) for d in _DAMPINGS]) for f in range(FOLDS)]
-            for n, own in sums.items()
-        }
-        along = [own.slopes_along(steps).cpu() for own, steps in zip(sums.values(), crossed.values(), strict=True)]
-        examples, divergence = len(divergences), divergences.mean()
-        slopes = torch.stack(along).sum(0) / examples
-        curvatures = torch.cat(self._share("curvatures", partial(self._changes_along, crossed), few)).square().mean(0)
-        gains = torch.where((slopes < 0) & (curvatures > 0), slopes.square() / (2 * curvatures), 0.0)
-        best = int(gains.argmax())
-        if not 0 < float(gains[best]) < math.inf:
+        """The step. If the calibration has others, it is fitted to them too."""
+        sums, divergences = self._sums(self._some())
+        slopes, curvatures = zip(*(own.length(_step([own])) for own in sums.values()), strict=True)
+        length = -sum(slopes) / (len(sums) * sum(curvatures)) if sum(curvatures) else 0.0
+        if not 0 < length < math.inf:
             return None
-        length, damping = float(-slopes[best] / curvatures[best]), _DAMPINGS[best]
 
-        def changes(parts: Sequence[Sums], fold: int | None = None) -> Changes:
-            steps = {name: length * _step([part[name] for part in parts], damping, fold) for name in self.places}
+        more, others = self._sums_of_others()
+        parts = (sums, more) if others else (sums,)
+
+        @cache
+        def changes(which: tuple[int, ...], fold: int | None = None) -> Changes:
+            steps = {name: length * _step([parts[i][name] for i in which], fold) for name in self.places}
             return weights_of({name: step.cpu() for name, step in steps.items()}, self.places)
 
-        held_out = (divergence - gains[best]).clamp(min=0)
-        more, others = self._sums_of_others()
-        facts = AnswersRepair(math.sqrt(divergence), math.sqrt(held_out), damping, examples + others)
+        error = math.sqrt(divergences.mean())
+        facts = AnswersRepair(error, error, _DAMPING, len(divergences) + others)
         if others:
-            parts = (sums, more)
-            return AnswersStep(changes(parts), facts, lambda part: changes([parts[part]]), others)
-        return AnswersStep(changes([sums]), facts, lambda fold: changes([sums], fold))
+            return AnswersStep(changes((0, 1)), facts, lambda part: changes((part,)), others)
+        return AnswersStep(changes((0,)), facts, lambda fold: changes((0,), fold))
 
     def _sums(self, some: Sequence[int], outputs: bool = True) -> tuple[Sums, Tensor]:
         """The sums over the tokens of some batches, with outputs' slopes or without; and the divergence of every example ``[examples]``,
@@ -222,18 +213,3 @@ class _Look:
                     for s in rest:
                         sums[name].outputs.add(fold, s, s[:, :1], one)
         return divergences[0]
-
-    def _changes_along(self, crossed: Mapping[str, Sequence[Tensor]], index: int) -> Tensor:
-        """How much a random projection of every example's answers changes along the steps of the other fold, ``[examples, dampings]``."""
-        size = self.runner.rows.size(self.runner.batches[index])
-        seen = self._seen(index, lambda output: [self._random(index, output)])
-        self.runner.count(3 * size)
-        total = torch.zeros(size, len(_DAMPINGS), dtype=torch.float64)
-        for name, calls in seen.items():
-            place, kept = self.places[name]
-            x, slopes = joined(calls, kept, place.has_bias, size)
-            for fold, steps in enumerate(crossed[name]):
-                own = (self.runner.fold(index) == fold).to(x.device)
-                moved = torch.einsum("nti,dio->dnto", x[own], steps.to(x))
-                total[own.cpu()] += doubled(torch.einsum("dnto,nto->nd", moved, slopes[0, own])).cpu()
-        return total

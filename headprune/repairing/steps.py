@@ -6,15 +6,17 @@ step is fitted to all examples and judged on others: the choosing examples, whic
 these, its error on other examples is estimated by cross-fitting (`_Crossed`).
 
 A step is kept if it lowers the mean divergence from the dense model's answers; with few examples, by more than chance
-(`better`). The last step is repeated as long as it takes away two fifths of the divergence (`_leads_on`). It is fitted to the
-choosing examples too, if the calibration has them, but judged by the same step fitted without them.
+(`better`). How much of the last one is taken is decided likewise. It is repeated as long as it takes away two fifths of
+the divergence, or where an example has many answers a tenth (`_leads_on`). It is fitted to the choosing examples too, if
+the calibration has them, but judged by the same step fitted without them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -39,6 +41,7 @@ _AGAIN_TOKENS = 0.9  # likewise, where an example has many answers: there a step
 _NEAR = 1e-6  # nats: nearer, differences are mostly rounding
 NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 ALL_FITTED = "The last step was fitted to the choosing examples too."
+_SHORTEST = 4.0**-8  # of the lengths that are tried where an example has many answers
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
 
@@ -174,7 +177,10 @@ def checked_repair(
         if isinstance(weights, LeftOut):
             notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
             continue
-        before, (tried, own, after) = estimated if step.by_layer else fitted, far(weights)
+        before = estimated if step.by_layer else fitted
+        if weights.with_part and _has_several(calibration):
+            weights = _of_best_length(weights.with_part, far, float(before.mean()))
+        tried, own, after = far(weights)
         if step.by_layer:
             latest = weights
         elif weights.with_part and weights.answers:
@@ -192,6 +198,48 @@ def checked_repair(
     best = drop_columns(calibration, drop) if best is old else best
     notes += [ALL_FITTED] if best.others else []
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None)
+
+
+def _of_best_length(
+    with_part: Callable[[float], RepairWeights], far: Callable[[RepairWeights], Tried], before: float
+) -> RepairWeights:
+    """The weights with so many times a step as has the least divergence on examples that it was not fitted to; ``before``: without it."""
+
+    @cache
+    def divergence(part: float) -> float:
+        with torch.inference_mode(False), torch.no_grad():
+            weights = with_part(part)
+            if weights.others and weights.on_fold:  # as it is without the choosing examples
+                weights = replace(weights.on_fold(0), others=0)
+        return float(far(weights)[2].mean())
+
+    part = best_length(divergence, before)
+    weights, after = with_part(part), min(before, divergence(part))
+    facts = weights.answers and replace(weights.answers, before=math.sqrt(before), held_out=math.sqrt(after), part=1.0)
+    return replace(weights, answers=facts, with_part=None)
+
+
+def best_length(error: Callable[[float], float], before: float) -> float:
+    """The length of a step with about the least error, by some five looks; ``before``: the error at 0.
+
+    Lengths are tried by factors of 4, from 1, then where a parabola through the errors at 0, at the best one and at the next
+    longer one (if that is finite) has its least value.
+    """
+
+    def at(length: float) -> float:
+        found = error(length)
+        return found if math.isfinite(found) else math.inf
+
+    best = 1.0
+    while at(best) > min(before, at(best / 4)) and best > _SHORTEST:
+        best /= 4
+    while best >= 1 and at(4 * best) < at(best):
+        best *= 4
+    near = best if at(4 * best) < math.inf else best / 4
+    low, high = at(near) - before, at(4 * near) - before
+    if low < 0 and high > 4 * low:
+        best = min(best, near * (high - 16 * low) / (2 * high - 8 * low), key=at)
+    return best
 
 
 def _leads_on(calibration: Calibration, trial: Trial) -> bool:
