@@ -41,7 +41,7 @@ _AGAIN_TOKENS = 0.9  # likewise, where an example has many answers: there a step
 _NEAR = 1e-6  # nats: nearer, differences are mostly rounding
 NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 ALL_FITTED = "The last step was fitted to the choosing examples too."
-_SHORTEST = 4.0**-8  # of the lengths that are tried where an example has many answers
+_SHORTEST = 4.0**-6  # of the lengths that are tried where an example has many answers
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
 
@@ -174,12 +174,12 @@ def checked_repair(
             # Without the functions that hold the gradients of an earlier step.
             start = latest if step.by_layer else replace(best, on_fold=None, with_part=None)
             weights = step.fit(calibration, drop, start)
+        before = estimated if step.by_layer else fitted
+        if not isinstance(weights, LeftOut) and weights.with_part and _has_several(calibration):
+            weights = _of_best_length(weights.with_part, far, before)
         if isinstance(weights, LeftOut):
             notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
             continue
-        before = estimated if step.by_layer else fitted
-        if weights.with_part and _has_several(calibration):
-            weights = _of_best_length(weights.with_part, far, float(before.mean()))
         tried, own, after = far(weights)
         if step.by_layer:
             latest = weights
@@ -201,9 +201,9 @@ def checked_repair(
 
 
 def _of_best_length(
-    with_part: Callable[[float], RepairWeights], far: Callable[[RepairWeights], Tried], before: float
-) -> RepairWeights:
-    """The weights with so many times a step as has the least divergence on examples that it was not fitted to; ``before``: without it."""
+    with_part: Callable[[float], RepairWeights], far: Callable[[RepairWeights], Tried], before: Tensor
+) -> RepairWeights | LeftOut:
+    """The weights with so many times a step as does best on examples that it was not fitted to; ``before``: their divergences without it."""
 
     @cache
     def divergence(part: float) -> float:
@@ -211,11 +211,15 @@ def _of_best_length(
             weights = with_part(part)
             if weights.others and weights.on_fold:  # as it is without the choosing examples
                 weights = replace(weights.on_fold(0), others=0)
-        return float(far(weights)[2].mean())
+        _, _, after = far(weights)
+        return float(after.mean()) if better(before, after) else math.inf
 
-    part = best_length(divergence, before)
-    weights, after = with_part(part), min(before, divergence(part))
-    facts = weights.answers and replace(weights.answers, before=math.sqrt(before), held_out=math.sqrt(after), part=1.0)
+    nothing = float(before.mean())
+    part = best_length(divergence, nothing)
+    if (after := divergence(part)) == math.inf:
+        return NO_GAIN
+    weights = with_part(part)
+    facts = weights.answers and replace(weights.answers, before=math.sqrt(nothing), held_out=math.sqrt(after), part=1.0)
     return replace(weights, answers=facts, with_part=None)
 
 
