@@ -106,10 +106,16 @@ def print_table(console: Console, title: str, content: Table) -> None:
     """Print a table whose cells wrap between words in a narrow terminal, and never within a number."""
     from rich.table import Table
 
+    columns = list(zip(content.head, *content.rows, strict=True))
+    widths = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    wanted = [max(map(len, column)) for column in columns]
+    # Rich narrows the widest columns first, also below a number's width, and then cuts the lines.
+    for _ in range(console.out.width - sum(widths) - 2 * len(columns)):
+        narrow = max(range(len(columns)), key=lambda i: wanted[i] - widths[i])
+        widths[narrow] += wanted[narrow] > widths[narrow]
     table = Table(title=title, title_justify="left", box=None)
-    for column in zip(content.head, *content.rows, strict=True):
-        longest = max(len(word) for cell in column for word in cell.split() or [""])
-        table.add_column(column[0], overflow="fold", min_width=longest)
+    for head, width in zip(content.head, widths, strict=True):
+        table.add_column(head, overflow="fold", width=width)
     for i, row in enumerate(content.rows):
         table.add_row(*row, style="bold" if i == content.strong else None)
     console.result("")

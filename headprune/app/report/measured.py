@@ -83,7 +83,7 @@ def sizes_figure(metrics: Metrics) -> Figure:
 def orders(metrics: Metrics) -> dict[str, str]:
     """What each order named in a report is, by its strategy's description."""
     planning = metrics.planning
-    names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared)]
+    names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared), *planning.work]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
     by_scores = STRATEGIES.get("one-shot" if planning.strategy == AUTO else planning.strategy)
     known = {**abouts(), "random": "Heads drawn at random, the control."}
