@@ -341,7 +341,7 @@ def _affordable(start: SearchStart, sources: Sources, console: SearchConsole) ->
     for name, (strategy, scores) in sources.items():
         cost = work_of(start.search, strategy, start.levels, len(start.kinds))
         if strategy == "re-scored" and chosen and effort.flops is not None and cost.flops > effort.flops:
-            why = f"it would take about {cost}, and at effort {effort.name} an order may take {flops(effort.flops, 3)}"
+            why = f"it would take about {cost}, and at effort {effort.name} it may take {flops(effort.flops, 3)}"
             work[name] = replace(cost, left_out=why)
             console.say(f"Not tried: {name}, since {why} (--effort high, or --strategy {name}).")
             continue

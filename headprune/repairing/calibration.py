@@ -291,7 +291,7 @@ def _keep_refittable(runner: Runner, notes: list[str]) -> None:
             notes.append(f"{runner.layer(name).name} keeps its old values: its heads are not linear in them alone.")
     runner.projections = [p if p.name in good else replace(p, values=None) for p in runner.projections]
     if good and not room(runner.projections):
-        notes.append("Value projections keep their old weights: their statistics would not fit into memory.")
+        notes.append("Value projections keep their old weights: their statistics would take too much memory.")
         runner.projections = [replace(p, values=None) for p in runner.projections]
 
 

@@ -44,7 +44,7 @@ class AnswersRepair:
         before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
             model's, on the examples that are fitted to, without it.
         held_out: The same with the step, on left-out examples, to first order. Where an example has many answers, both are
-            the root of the mean divergence measured on left-out examples.
+            roots of mean divergences as `Trial` has them.
         strength: The strength of the ridge, for which ``held_out`` is least; K-FAC's damping, where an example has many answers.
         examples: How many were fitted to.
         part: How much of the step was taken, from 0 to 1.

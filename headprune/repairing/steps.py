@@ -41,7 +41,7 @@ _AGAIN_TOKENS = 0.9  # likewise, where an example has many answers: there a step
 _NEAR = 1e-6  # nats: nearer, differences are mostly rounding
 NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 ALL_FITTED = "The last step was fitted to the choosing examples too."
-_SHORTEST = 4.0**-6  # of the lengths that are tried where an example has many answers
+_FARTHEST = 4.0**6  # of the lengths that are tried where an example has many answers, the longest, and 1 / the shortest
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
 
@@ -154,7 +154,8 @@ def checked_repair(
 
     Args:
         drop: ``{layer_name: [head, ...]}``.
-        choose: On other examples than the fit's. A decision takes one pass, or two if a part of a step is tried.
+        choose: On other examples than the fit's. A decision takes one pass, or two if a part of a step is tried; where an example has many
+            answers, some six (`best_length`).
         steps: In the order in which they are made.
     """
     if not calibration.losing(drop):
@@ -171,15 +172,13 @@ def checked_repair(
     while ahead:
         step = ahead.pop(0)
         with torch.inference_mode(False), torch.no_grad():
-            # Without the functions that hold the gradients of an earlier step.
-            start = latest if step.by_layer else replace(best, on_fold=None, with_part=None)
-            weights = step.fit(calibration, drop, start)
+            weights = step.fit(calibration, drop, latest if step.by_layer else best)
         before = estimated if step.by_layer else fitted
-        if not isinstance(weights, LeftOut) and weights.with_part and _has_several(calibration):
-            weights = _of_best_length(weights.with_part, far, before)
         if isinstance(weights, LeftOut):
             notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
             continue
+        if weights.with_part and _has_several(calibration):
+            weights = _of_best_length(weights.with_part, far, before)
         tried, own, after = far(weights)
         if step.by_layer:
             latest = weights
@@ -192,9 +191,11 @@ def checked_repair(
         kept = better(before, after)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
-            best, fitted, estimated = replace(tried, others=max(tried.others, best.others)), own, after
+            best = replace(tried, others=max(tried.others, best.others), on_fold=None, with_part=None)
+            fitted, estimated = own, after
             if choose is not None and not step.by_layer and _leads_on(calibration, trials[-1]):
                 ahead.insert(0, step)
+        del weights, tried  # and the gradients that their functions hold
     best = drop_columns(calibration, drop) if best is old else best
     notes += [ALL_FITTED] if best.others else []
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None)
@@ -202,8 +203,13 @@ def checked_repair(
 
 def _of_best_length(
     with_part: Callable[[float], RepairWeights], far: Callable[[RepairWeights], Tried], before: Tensor
-) -> RepairWeights | LeftOut:
-    """The weights with so many times a step as does best on examples that it was not fitted to; ``before``: their divergences without it."""
+) -> RepairWeights:
+    """The weights with so many times a step as does best on examples that it was not fitted to, by more than chance if any does.
+
+    Args:
+        before: The divergences of these examples without it.
+    """
+    means: dict[float, float] = {}
 
     @cache
     def divergence(part: float) -> float:
@@ -212,14 +218,16 @@ def _of_best_length(
             if weights.others and weights.on_fold:  # as it is without the choosing examples
                 weights = replace(weights.on_fold(0), others=0)
         _, _, after = far(weights)
-        return float(after.mean()) if better(before, after) else math.inf
+        means[part] = float(after.mean())
+        return means[part] if better(before, after) else math.inf
 
-    nothing = float(before.mean())
-    part = best_length(divergence, nothing)
-    if (after := divergence(part)) == math.inf:
-        return NO_GAIN
-    weights = with_part(part)
-    facts = weights.answers and replace(weights.answers, before=math.sqrt(nothing), held_out=math.sqrt(after), part=1.0)
+    part = best_length(divergence, float(before.mean()))
+    if divergence(part) == math.inf:
+        part = min(means, key=lambda tried: (math.isnan(means[tried]), means[tried]))
+    with torch.inference_mode(False), torch.no_grad():
+        weights = with_part(part)
+    facts, held_out = weights.answers, math.sqrt(max(0.0, means[part]))
+    facts = facts and replace(facts, before=math.sqrt(before.mean()), held_out=held_out, part=1.0)
     return replace(weights, answers=facts, with_part=None)
 
 
@@ -235,13 +243,15 @@ def best_length(error: Callable[[float], float], before: float) -> float:
         return found if math.isfinite(found) else math.inf
 
     best = 1.0
-    while at(best) > min(before, at(best / 4)) and best > _SHORTEST:
+    while best > 1 / _FARTHEST and at(best) > min(before, at(best / 4)):
         best /= 4
-    while best >= 1 and at(4 * best) < at(best):
+    while 1 <= best < _FARTHEST and at(4 * best) < at(best):
         best *= 4
+    if at(best) == math.inf:
+        return best
     near = best if at(4 * best) < math.inf else best / 4
     low, high = at(near) - before, at(4 * near) - before
-    if low < 0 and high > 4 * low:
+    if low < 0 and 4 * low < high < math.inf:
         best = min(best, near * (high - 16 * low) / (2 * high - 8 * low), key=at)
     return best
 

@@ -61,7 +61,8 @@ def sizes_figure(metrics: Metrics) -> Figure:
     axis.errorbar(kept, value, spread, **style, label=name)
     alike = [value[0], *(verdict.like_random(b).metrics[metric] for b in budgets)]
     if alike != [*value]:
-        name = "chosen heads, repaired and trained no more than the random ones"
+        done = "repaired and trained" if verdict.trained(metrics) else "repaired"
+        name = f"chosen heads, {done} no more than the random ones"
         axis.plot(kept, alike, "D:", color=_BLUE, markersize=5, markerfacecolor="white", zorder=4, label=name)
     axis.set_xticks(kept)
     means = [numbers.mean_of(of_size, metric) for of_size in draws[::-1]]
@@ -256,7 +257,7 @@ def _gain(metrics: Metrics, row: TimeParts, name: str) -> str:
     if name not in speedups or name not in row.bounds or row.factor_from(timed) > DISTURBED:
         return "not compared"
     gain, bound = speedups[name].ratio, row.bounds[name]
-    return f"{gain:.2f}x of {bound:.2f}x ({gain / bound:.0%})"
+    return f"{gain:.2f}x of {bound:.2f}x"
 
 
 def disturbance(row: TimeParts, timed: Sequence[LatencyRow]) -> str:
@@ -282,7 +283,7 @@ def conclusions(metrics: Metrics) -> str:
     neurons = beside == "feed-forward" and others[beside] > attention
     text = (
         f"At {numbers.shape(row)}, {attention:.0%} of the dense model's time is attention and {others[beside]:.0%} {beside}: by this "
-        f"estimate, removing every prunable head gives {max(row.bounds.values()):.2f}x"
+        f"estimate, removing every prunable head would give at most {max(row.bounds.values()):.2f}x"
         f"{'; pruning feed-forward neurons is the next thing to try' if neurons else ''}."
     )
     row = max(rows, key=lambda row: row.shares[LAUNCH])
@@ -299,7 +300,8 @@ def generation_table(rows: Sequence[GenerationRow]) -> Table:
         for name, token in row.token.items():
             cells = []
             for timing, speedups in ((row.prefill[name], row.prefill_speedups), (token, row.token_speedups)):
-                cells += [f"{timing.median:.2f}", numbers.ratio(speedups[name]) if name in speedups else ""]
+                faster = speedups.get(name)
+                cells += [f"{timing.median:.2f}", f"{numbers.ratio(faster)}, {faster.verdict}" if faster else ""]
             cells += [f"{row.tokens_per_second[name]:,.1f}", amounts.size(row.cache[name], 3)]
             body.append([numbers.shape(row), name, *cells])
     speedup = "speed-up (95 %)"

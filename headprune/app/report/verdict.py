@@ -121,9 +121,13 @@ def headline_row(latency: Latencies) -> LatencyRow:
     return min(latency.rows, key=lambda row: (-row.batch, abs(row.length - latency.typical_length)))
 
 
+def _guesses(dense: Measured, metrics: Metrics) -> bool:
+    level = metrics.dense.guessing  # of a model that only guesses
+    return level is not None and (dense.low <= level if metric_named(metrics.metric).higher else dense.high >= level)
+
+
 def _conclusion(metrics: Metrics, budget: BudgetResult) -> str:
-    dense, level = metrics.dense, metrics.dense.guessing  # of a model that only guesses
-    if level is not None and (dense.low <= level if metric_named(metrics.metric).higher else dense.high >= level):
+    if _guesses(metrics.dense, metrics):
         return GUESSING
     if loss_within(metrics, budget.change) <= _limit(metrics, budget):
         return CAN_GO
@@ -153,6 +157,13 @@ def extremes(heads: Sequence[tuple[str, float, float]]) -> str:
     return ", ".join(f"{name} ({score:.4f}{'' if error != error else f'±{error:.4f}'})" for name, score, error in heads)
 
 
+def _guessing(dense: Measured, metrics: Metrics) -> str:
+    value, level = (
+        numbers.value(each, metrics.metric) for each in (dense.metrics[metrics.metric], metrics.dense.guessing or 0.0)
+    )
+    return f"guessing ({metrics.metric} {value}; a model that knows nothing has {level})"
+
+
 def headline(run: Run, metrics: Metrics) -> str:
     """The run in one sentence: the heads that can go, other changes, the cost, and the speed on this device."""
     result = judge(metrics)
@@ -161,11 +172,7 @@ def headline(run: Run, metrics: Metrics) -> str:
     cost, speed = _cost(b.change, metric), _speed(run, metrics, b)
     heads, beside = f"{b.total - b.kept} of the {b.total} heads", _other_changes(b)
     if result.conclusion == GUESSING:
-        level = numbers.value(metrics.dense.guessing or 0.0, metric)
-        return (
-            f"The dense model is no better than guessing ({metric} {dense}; a model that knows nothing has {level}), so this run "
-            "says nothing about its heads."
-        )
+        return f"The dense model is no better than {_guessing(metrics.dense, metrics)}, so this run says nothing about its heads."
     possible = f"a loss of up to {numbers.difference(largest_loss(b.change), metric)} is possible"
     against = f"{metric} {pruned} against {dense} ({cost}), {speed}"
     if result.conclusion == UNSURE:
@@ -325,10 +332,17 @@ def _trained_on_choosing(run: Run, metrics: Metrics) -> Iterator[str]:
 def _worse_on_other_data(metrics: Metrics) -> Iterator[str]:
     """Cautions for pruned models that do worse on second data than the first data lets expect."""
     metric = metrics.metric
+    # Only perplexity's level of guessing, the number of tokens, is that of any data.
+    unknown = [data for data in metrics.also if metric_named(metric).relative and _guesses(data.dense, metrics)]
+    for data in unknown:
+        guessing = _guessing(data.dense, metrics)
+        yield f"On {code(data.name)} the dense model is no better than {guessing}, so what pruning does there says nothing."
     for b in largest_first(metrics):
         gain = b.repair.gain.verdict if b.repair and b.repair.gain else ""
         effect = "helped" if gain == "better" else "changed nothing measurable"
         for data, there in zip(metrics.also, b.also, strict=True):
+            if data in unknown:
+                continue
             if there.gain and there.gain.verdict == "worse" and gain != "worse":
                 yield (
                     f"With {head_count(b.kept)}, repair hurts on {code(data.name)} ({numbers.change(there.gain, metric)}), while it "

@@ -27,6 +27,7 @@ from headprune.scoring import METHODS, method_and_settings
 
 _REPAIR = 6.0  # passes of a repair over the scoring examples: most of them the last step's, taken once
 _DECIDED = 7.0  # passes over the choosing part to decide on the steps of a repair
+_TOKENS = 3.0  # times as many of both where an example has many answers, as in language models: two last steps, whose lengths are searched
 # Passes over the reporting part for each plan: pruned, masked, repaired like random heads, and the random draws.
 _MEASURED = 3.0 + RANDOM_DRAWS
 _LEVELS = 3  # points of the curve beside the budgets, about
@@ -89,7 +90,9 @@ def cost_of_pruning(scene: PruneScene) -> Cost:
     passes = scoring + planning + points * choose + orders * plans * compared + report * (1 + _MEASURED * plans)
     fits = (1 + _MEASURED * plans) * _seconds_of_texts(scene)
     if config.search.repair:
-        passes += plans * (_REPAIR + _DECIDED * compared)
+        passes += (
+            plans * (_REPAIR + _DECIDED * compared) * (_TOKENS if scene.loaded.task.metric == "perplexity" else 1.0)
+        )
         widths = [len(p.weight) * (1 + trials.calibration.share) for p in trials.calibration.projections]
         fits += (points + plans * (orders + _MEASURED)) * sum(_FIT + _SOLVE * width**3 / 100 for width in widths)
     once = forward / sum(map(cost_of, batches))
