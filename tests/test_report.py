@@ -555,6 +555,13 @@ def on_other_data(change: str, gain: str | None, here: str = "better", **more: A
     return data
 
 
+def test_a_change_of_little_is_not_written_as_none(report: Any) -> None:
+    text = report(budgets_of((2, -2e-5, 1e-4, "no"), metric="perplexity")).partition("## ")[0]
+    assert "-0.002% (-0.012% to +0.008%)" in text
+    assert "a loss of up to 0.008% is possible" in text
+    assert "+0.2% (-0.3% to +0.7%)" in report(budgets_of((2, 0.002, 0.005, "no"), metric="perplexity"))
+
+
 def test_cautions(report: Any) -> None:
     hurts, worse = "repair hurts on `notes.txt` (-20.00 points", "accuracy is measurably worse on `notes.txt`"
     text = report(on_other_data("no measurable change", "worse"))
@@ -619,7 +626,8 @@ def test_report_terminal_and_json_say_the_same(folder: Path | None, tmp_path: Pa
         value, change = b["pruned"]["metrics"][data["metric"]], b["change"]
         if data["metric"] == "perplexity":
             assert row[1].startswith(f"{value:.4g} (")
-            assert f"{100 * change['low']:+.1f}% to {100 * change['high']:+.1f}%" in row[2]
+            digits = 1 if max(abs(change[k]) for k in ("value", "low", "high")) >= 5e-4 else 3
+            assert f"{100 * change['low']:+.{digits}f}% to {100 * change['high']:+.{digits}f}%" in row[2]
         else:
             assert row[1].startswith(f"{100 * value:.1f} %")
             assert f"{100 * change['low']:+.2f} to {100 * change['high']:+.2f}" in row[2]

@@ -27,7 +27,7 @@ def value(number: float, metric: str) -> str:
 def change(paired: Change, metric: str) -> str:
     """A change with its interval: relative for perplexity, in points for metrics in per cent."""
     kind, values = metric_named(metric), (paired.value, paired.low, paired.high)
-    form = "{:+.1%}" if kind.relative else "{:+.2f}" if kind.percent else "{:+.3g}"
+    form = _share(*values) if kind.relative else "{:+.2f}" if kind.percent else "{:+.3g}"
     point, low, high = (form.format(100 * each if kind.percent else each) for each in values)
     return f"{point}{' points' * kind.percent} ({low} to {high})"
 
@@ -37,7 +37,12 @@ def difference(number: float, metric: str, sign: str = "") -> str:
     kind = metric_named(metric)
     if kind.percent:
         return f"{100 * number:{sign}.1f} points"
-    return f"{number:{sign}.1%}" if kind.relative else f"{number:{sign}.3g}"
+    return _share(number, sign=sign).format(number) if kind.relative else f"{number:{sign}.3g}"
+
+
+def _share(*values: float, sign: str = "+") -> str:
+    """How shares are written: with a digit behind the point, and where all would be 0.0 %, with three."""
+    return f"{{:{sign}.{1 if max(map(abs, values)) >= 5e-4 or not any(values) else 3}%}}"
 
 
 def interval(measured: Measured, metric: str) -> str:
