@@ -209,7 +209,7 @@ def _of_best_length(
     Args:
         before: The divergences of these examples without it.
     """
-    means: dict[float, float] = {}
+    tried: dict[float, Tensor] = {}
 
     @cache
     def divergence(part: float) -> float:
@@ -217,16 +217,15 @@ def _of_best_length(
             weights = with_part(part)
             if weights.others and weights.on_fold:  # as it is without the choosing examples
                 weights = replace(weights.on_fold(0), others=0)
-        _, _, after = far(weights)
-        means[part] = float(after.mean())
-        return means[part] if better(before, after) else math.inf
+        _, _, tried[part] = far(weights)
+        return float(tried[part].mean())
 
     part = best_length(divergence, float(before.mean()))
-    if divergence(part) == math.inf:
-        part = min(means, key=lambda tried: (math.isnan(means[tried]), means[tried]))
+    if not better(before, tried[part]):  # a shorter one may gain less, but surely
+        part = min((each for each in tried if better(before, tried[each])), key=divergence, default=part)
     with torch.inference_mode(False), torch.no_grad():
         weights = with_part(part)
-    facts, held_out = weights.answers, math.sqrt(max(0.0, means[part]))
+    facts, held_out = weights.answers, math.sqrt(max(0.0, divergence(part)))
     facts = facts and replace(facts, before=math.sqrt(before.mean()), held_out=held_out, part=1.0)
     return replace(weights, answers=facts, with_part=None)
 

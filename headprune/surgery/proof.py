@@ -210,7 +210,7 @@ def _compare(
     tolerance: float,
     least: float,
     known: Changes,
-    times: float,
+    times: float = LAYERS,
 ) -> tuple[float, str]:
     """Remove heads, and compare the model with the masked one.
 
