@@ -797,7 +797,7 @@ def test_many_answers_come_nearer_on_other_texts(name: str, joint: bool) -> None
 
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_step_is_as_long_as_others_texts_ask_for(name: str, joint: bool, monkeypatch: Any) -> None:
+def test_the_step_is_as_long_as_other_texts_ask_for(name: str, joint: bool, monkeypatch: Any) -> None:
     """Without these texts in it; what is tried is what is told, and no length beside it does better."""
     (model, _), example, other = brute.model_of(name), text(40, 9, seed=1), text(100, 9, seed=2)
     layers = hp.find_attention(model, example)

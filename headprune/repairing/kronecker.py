@@ -59,7 +59,7 @@ class _Factors:
         part = slice(None) if fold is None else slice(fold, fold + 1)
         return self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx[part].sum(0)
 
-    def length(self, step: Tensor) -> tuple[float, float]:
+    def slope_and_curvature(self, step: Tensor) -> tuple[float, float]:
         """The slope of the divergence along a step, and K-FAC's curvature along it, per token."""
         xx, xg, ss = self.total(None)
         of_inputs, of_outputs = (m / m[-1, -1].clamp(min=1) for m in (xx, ss))
@@ -113,7 +113,7 @@ class _Look:
     def step(self) -> AnswersStep | None:
         """The step. If the calibration has others, it is fitted to them too."""
         sums, divergences = self._sums(self._some())
-        slopes, curvatures = zip(*(own.length(_step([own])) for own in sums.values()), strict=True)
+        slopes, curvatures = zip(*(own.slope_and_curvature(_step([own])) for own in sums.values()), strict=True)
         length = -sum(slopes) / (len(sums) * sum(curvatures)) if sum(curvatures) else 0.0
         if not 0 < length < math.inf:
             return None

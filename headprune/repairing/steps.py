@@ -185,9 +185,7 @@ def checked_repair(
         elif weights.with_part and weights.answers:
             part = weights.answers.better_part(float(before.mean()), float(after.mean()))
             if _LEAST_PART < part < _MOST_PART:
-                of_less = far(weights.with_part(part))
-                if of_less[2].mean() < after.mean():
-                    tried, own, after = of_less
+                tried, own, after = min((tried, own, after), far(weights.with_part(part)), key=_mean)
         kept = better(before, after)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
@@ -329,6 +327,10 @@ class _Crossed:
                 divergences.append(fidelity.each(changed))
             self._calibration.runner.count(count)
         return torch.cat(divergences)
+
+
+def _mean(tried: Tried) -> float:
+    return float(tried[2].mean())
 
 
 def better(before: Tensor, after: Tensor) -> bool:
