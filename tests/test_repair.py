@@ -735,14 +735,22 @@ def test_no_length_of_a_step_that_leads_astray_is_long() -> None:
     assert best_length(lambda length: 1 + length, 1.0) < 0.001
 
 
-def kfac(inputs: Tensor, slopes: Tensor, random: Tensor) -> tuple[Tensor, float, float]:
+def kfac(inputs: Tensor, slopes: Tensor, random: Tensor, wide: int) -> tuple[Tensor, float, float]:
     """K-FAC's step from tokens' inputs ``[tokens, in]``, slopes of the divergence and of a random projection ``[tokens, out]``; and its
-    slope and curvature."""
+    slope and curvature. Of a side that is wider than ``wide``, moments have a diagonal only."""
     a, b = (torch.stack([torch.outer(v, v) for v in vs]).mean(0) for vs in (inputs, random))
+    a, b = (m if len(m) <= limit else m.diag().diag() for m, limit in ((a, wide + 1), (b, wide)))
     left, right = (m + 0.1 * m.diagonal().mean() * torch.eye(len(m)).to(m) for m in (a, b))
     gradient = inputs.T @ slopes / len(inputs)
     step = -torch.linalg.inv(left) @ gradient @ torch.linalg.inv(right)
     return step, float((step * gradient).sum()), float(torch.trace(step.T @ a @ step @ b))
+
+
+def linear_layers(model: nn.Module) -> set[str]:
+    """All but a head that shares its weights with the embeddings."""
+    tied = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    kinds = (nn.Linear, tf.pytorch_utils.Conv1D)
+    return {name for name, module in model.named_modules() if isinstance(module, kinds) and module.weight is not tied}
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -766,7 +774,7 @@ def test_many_answers_come_nearer_on_other_texts(name: str, joint: bool) -> None
     def seen_on(batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
         dense, real = brute.logits(model, batch), batch["attention_mask"] != 0
         with torch.inference_mode(False), dense_model.applied(start.by_module, drop):
-            return real, runner.slopes_of(batch, start.by_module, lambda out: [
+            return real, runner.slopes_of(batch, found.by_module, lambda out: [
                 (dense.softmax(-1) * (dense.log_softmax(-1) - out.logits.log_softmax(-1)))[real].sum(), probe_of(model, out, batch, 0, runner.rows)
             ])  # fmt: skip
 
@@ -777,19 +785,24 @@ def test_many_answers_come_nearer_on_other_texts(name: str, joint: bool) -> None
             torch.testing.assert_close(weight, alone.by_module[module][0])
     every = [seen_on(batch) for batch in (example, *more)]
     moved, steps, slope, curvature = [], [], 0.0, 0.0
-    for module, (weight, bias) in start.by_module.items():
-        place = next(p for p in dense_model.projections if p.name == module)
+    places = {p.name: p for p in (*dense_model.linears, *dense_model.projections)}
+    assert set(found.by_module) == set(places) == linear_layers(model)
+    wide = max(max(p.weight.shape) for p in dense_model.projections)
+    assert any(max(p.weight.shape) > wide for p in places.values())
+    for module, (new, new_bias) in found.by_module.items():
+        place = places[module]
+        weight, bias = start.by_module.get(module, place.dense)
         parts = []
         for real, seen in every:
             x, _, (g, s) = seen[module][0]
             x = torch.cat([x[..., place.kept(drop)], x.new_ones(*x.shape[:-1], int(place.has_bias))], -1)
             parts.append([t[real] for t in (x, g, s)])
-        _, own_slope, own_curvature = kfac(*parts[0])
+        _, own_slope, own_curvature = kfac(*parts[0], wide)
         slope, curvature = slope + own_slope, curvature + own_curvature
         rows, slopes = (torch.cat(each) for each in list(zip(*parts, strict=True))[:2])
-        steps.append(kfac(rows, slopes, parts[0][2])[0].flatten())
-        own = [(found.by_module[module][0] - weight)[place.kept(drop)]]
-        own += [(found.by_module[module][1] - bias)[None]] if place.has_bias else []
+        steps.append(kfac(rows, slopes, parts[0][2], wide)[0].flatten())
+        own = [(new - weight)[place.kept(drop)]]
+        own += [(new_bias - bias)[None]] if place.has_bias else []
         moved.append(torch.cat(own).flatten())
     length = -slope / curvature / len(steps)
     torch.testing.assert_close(torch.cat(moved), length * torch.cat(steps), rtol=1e-4, atol=1e-9)
@@ -805,6 +818,7 @@ def test_the_step_is_as_long_as_other_texts_ask_for(name: str, joint: bool, monk
     found = calibrate(model, layers, [example], values=False, others=[other] if joint else [])
     start = fit_layers(found, drop)
     alone: Any = refit_answers(calibrate(model, layers, [example], values=False), drop, start)
+    before: Any = {p.name: p.dense for p in found.linears} | dict(start.by_module)
     lengths: list[float] = []
 
     def told(error: Any, before: float) -> float:
@@ -817,7 +831,7 @@ def test_the_step_is_as_long_as_other_texts_ask_for(name: str, joint: bool, monk
 
     def error(length: float) -> float:
         moved = {
-            module: tuple(None if old is None else old + length * (new - old) for old, new in zip(start.by_module[module], weights, strict=True))
+            module: tuple(None if old is None else old + length * (new - old) for old, new in zip(before[module], weights, strict=True))
             for module, weights in alone.by_module.items()
         }  # fmt: skip
         dense, real = brute.logits(model, other), other["attention_mask"] != 0

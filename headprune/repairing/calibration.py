@@ -30,7 +30,8 @@ from headprune.repairing.examples import (
     mixed_texts,
     mixtures_of_each,
 )
-from headprune.repairing.projections import FOLDS, Moments, OutputProjection, Values, output_projections
+from headprune.repairing.linears import movable_linears
+from headprune.repairing.projections import FOLDS, LinearLayer, Moments, OutputProjection, Values, output_projections
 from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Calls, Runner
 from headprune.running import Progress, exact_attention
@@ -214,11 +215,18 @@ class Calibration:
             with mask(self.model, masked, layers=self.layers):
                 yield
         finally:
-            self.write({name: self._dense_weights[name] for name in weights})
+            dense = self._dense_weights
+            self.write({name: dense[name] for name in weights})
 
     @cached_property
+    def linears(self) -> Sequence[LinearLayer]:
+        """All linear layers that the last step may move. It must be asked for first while the model is dense."""
+        with torch.inference_mode(False):
+            return movable_linears(self.runner, self.layers)
+
+    @property
     def _dense_weights(self) -> NewWeights:
-        outputs = {p.name: (p.weight, p.bias if p.own_bias else None) for p in self.projections}
+        outputs = {p.name: p.dense for p in (*vars(self).get("linears", ()), *self.projections)}
         return outputs | {v.name: (v.weight, v.bias) for v in self.values.values()}
 
     def write(self, weights: NewWeights) -> None:

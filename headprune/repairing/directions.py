@@ -217,7 +217,7 @@ def _sparing(directions: Directions) -> Directions:
         if is_out_of_memory(error):
             raise
         return directions
-    equal = all(_close(a, b) for name in names for a, b in zip(spared[name], whole[name], strict=True))
+    equal = all(close(a, b) for name in names for a, b in zip(spared[name], whole[name], strict=True))
     return sparing if rest and equal else directions
 
 
@@ -297,7 +297,7 @@ def refittable_outputs(runner: Runner) -> set[str]:
 
     def on_output(name: str, x: Tensor, y: Tensor) -> None:
         own = linear.get(name)
-        if own and y.isfinite().all() and not _close(x @ own.weight.to(x) + own.bias.to(x), y):
+        if own and y.isfinite().all() and not close(x @ own.weight.to(x) + own.bias.to(x), y):
             del linear[name]  # what is not finite is told later
 
     with runner.deterministic_eval():
@@ -329,12 +329,12 @@ def refittable_values(runner: Runner) -> list[str]:
                 nonlocal plain
                 v = values[name]
                 given = x @ v.weight.to(x) + (0 if v.bias is None else v.bias.to(x))
-                plain &= name not in names or _close(out[..., v.features], given[..., v.features])
+                plain &= name not in names or close(out[..., v.features], given[..., v.features])
                 turned = out[..., v.features.to(out.device)] @ turns[name].to(out)
                 return replaced(v, out, turned) if name in names else None
 
             changed, now = runner.run_with_values(batch, ys, on_value)
-            if not plain or not all(map(_close, now, answers)):
+            if not plain or not all(map(close, now, answers)):
                 return False
             for name, calls in xs.items():
                 for after, x in zip(changed[name], calls, strict=True):
@@ -342,7 +342,7 @@ def refittable_values(runner: Runner) -> list[str]:
                     if name in names:
                         columns = values[name].columns
                         expected[..., columns] = x[..., columns] @ turns[name].to(x)
-                    if not _close(after, expected):
+                    if not close(after, expected):
                         return False
                 if name in names and not calls:
                     return False
@@ -351,7 +351,7 @@ def refittable_values(runner: Runner) -> list[str]:
         return list(values) if fit(list(values)) else [name for name in values if fit([name])]
 
 
-def _close(result: Tensor, expected: Tensor) -> bool:
+def close(result: Tensor, expected: Tensor) -> bool:
     """Whether tensors are equal up to the rounding of their dtype."""
     if not expected.is_floating_point() or not expected.numel():
         return torch.equal(result, expected)

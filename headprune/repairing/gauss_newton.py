@@ -18,13 +18,15 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import doubled, gathered
 from headprune.repairing.examples import DenseAnswers, logits_by_example
 from headprune.repairing.layers import downhill
-from headprune.repairing.projections import OutputProjection, at
+from headprune.repairing.projections import LinearLayer, at
 from headprune.repairing.results import AnswersRepair, AnswersStep, Changes
 from headprune.repairing.runner import Seen
 
-_MOST = 1 << 12  # coordinates of all projections together, with several directions per answer
+_MOST = 1 << 14  # coordinates of all projections together, with several directions per answer
 _MOST_OF_ONE = 1 << 16  # the same, with one direction per answer
 _WIDEST = 256  # eigenvectors of a projection's inputs, and of its outputs; coordinates are their products
+_MOST_SOLVED = 512  # inputs, or outputs: of more, the eigenvectors are found by `_ITERATIONS`
+_ITERATIONS = 3
 _MOST_GRADIENTS = 1 << 28  # bytes of gradients at once
 
 Parts = dict[str, tuple[Tensor, Tensor]]
@@ -109,6 +111,12 @@ def _eigenvectors(values: Sequence[Tensor]) -> Tensor:
         moments += doubled(flat.T @ flat)
     # Values that are not finite have no eigenvectors; `gauss_newton` refuses their gradients.
     moments = moments.nan_to_num(0.0, 0.0, 0.0)
+    if len(moments) > _MOST_SOLVED:
+        # The first ones nearly, by subspace iteration (Halko et al. 2011, SIAM Review 53:217): all of them would take minutes.
+        found = torch.randn(len(moments), _WIDEST, generator=torch.Generator().manual_seed(0), dtype=moments.dtype)
+        for _ in range(_ITERATIONS):
+            found = torch.linalg.qr(moments @ found.to(moments))[0]
+        return found.cpu()
     vectors: Tensor = torch.linalg.eigh(moments)[1].flip(1)[:, :_WIDEST]
     return vectors.cpu()
 
@@ -121,8 +129,8 @@ _MOST_TRIED = 1024  # rows that strengths are compared on, where an example has 
 _ROWS_AT_ONCE, _COORDINATES_AT_ONCE = 256, 4096  # that are converted to float64 at once
 _MOST_KEPT = 1 << 28  # bytes of inputs and slopes from which coordinates are chosen: some hundred examples suffice
 
-Places = Mapping[str, tuple[OutputProjection, Tensor]]
-"""Output projections to change, with the indices of their kept inputs."""
+Places = Mapping[str, tuple[LinearLayer, Tensor]]
+"""Linear layers to change, with the indices of their kept inputs."""
 
 
 def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
@@ -337,9 +345,9 @@ def weights_of(matrices: Mapping[str, Tensor], places: Places) -> Changes:
     result = {}
     for name, (place, kept) in places.items():
         weight, bias = (torch.zeros_like(t, device="cpu") for t in (place.weight, place.bias))
-        weight[kept] = matrices[name][: len(kept)]
+        weight[kept] = matrices[name][: len(kept)].to(weight)
         if place.has_bias:
-            bias += matrices[name][-1]
+            bias += matrices[name][-1].to(bias)
         result[name] = weight, bias
     return result
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,12 +21,12 @@ from headprune.batches import is_out_of_memory
 from headprune.divergence import Divergence, logits_of, real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import model_device, tensors
-from headprune.offload import is_offloaded
+from headprune.offload import is_offloaded, on_disk
 from headprune.parallel import current
 from headprune.repairing.calibration import Calibration, folds_of
 from headprune.repairing.examples import probe_of
 from headprune.repairing.gauss_newton import Places, weights_of
-from headprune.repairing.projections import FOLDS, Moments
+from headprune.repairing.projections import FOLDS
 from headprune.repairing.results import AnswersRepair, AnswersStep, Changes, RepairWeights
 from headprune.repairing.runner import Runner, Seen
 
@@ -37,56 +36,90 @@ _TOKENS = 8  # per kept input of the widest W_O: so many at least are looked at,
 _MANY = 2048  # in any case
 
 
-@dataclass(frozen=True)
 class _Factors:
-    """Sums over the tokens of a W_O's calls, by fold.
+    """Sums over the tokens of a linear layer's calls, by fold.
+
+    A side wider than `wide` has the diagonal of its second moments alone: its matrix would be larger than the weights.
+
+    Args:
+        inputs: Number of kept inputs.
+        outputs: Number of outputs.
+        has_bias: Whether the bias changes too: then inputs have an appended 1.
+        wide: The widest side of an output projection.
+        folds: How many folds are told apart.
+        zeros: Makes the sums.
 
     Attributes:
-        inputs: Of its kept inputs; and of these with the slopes of the divergence at its outputs.
-        outputs: Of the slopes there of a random projection of the answers (`probe_of`).
-        has_bias: Whether its bias changes too.
+        xx: Second moments of the inputs.
+        xg: Of the inputs with the slopes of the divergence at the outputs ``[folds, in (+ 1), out]``.
+        ss: Second moments of the slopes there of a random projection of the answers (`probe_of`).
+        tokens, drawn: Numbers of tokens in the first two sums, and in the last one ``[folds]``.
     """
 
-    inputs: Moments
-    outputs: Moments
-    has_bias: bool
+    def __init__(
+        self, inputs: int, outputs: int, has_bias: bool, wide: int, folds: int, zeros: Callable[..., Tensor]
+    ) -> None:
+        self.has_bias, rows = has_bias, inputs + has_bias
+        self.xx, self.ss = (zeros(folds, side, *([side] if side <= wide + 1 else [])) for side in (rows, outputs))
+        self.xg = zeros(folds, rows, outputs)
+        self.tokens, self.drawn = torch.zeros(folds), torch.zeros(folds)
 
-    def total(self, fold: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The second moments of inputs, of these with the divergence's slopes, and of the outputs' slopes; of one fold, or of all.
+    def add(self, fold: int, x: Tensor, slope: Tensor, random: Sequence[Tensor]) -> None:
+        """Add tokens: inputs ``[tokens, in]``, slopes of the divergence ``[tokens, out]``, and those of a random projection, or none."""
+        fold %= len(self.tokens)
+        kind = torch.float64 if x.dtype == torch.float64 else torch.float32
+        x, slope = x.to(kind), slope.to(kind)
+        if self.has_bias:
+            x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)
+        self.xg[fold] += (x.T @ slope).to(self.xg)
+        self.tokens[fold] += len(x)
+        _add_moments(self.xx[fold], x)
+        for each in random:
+            _add_moments(self.ss[fold], each.to(kind))
+            self.drawn[fold] += len(each)
 
-        Each has a last row of the sums alone, for the number of tokens.
-        """
-        part = slice(None) if fold is None else slice(fold, fold + 1)
-        return self.inputs.xx[part].sum(0), self.inputs.xy[part].sum(0), self.outputs.xx[part].sum(0)
+    @property
+    def all(self) -> list[Tensor]:
+        return [self.xx, self.xg, self.ss, self.tokens, self.drawn]
 
     def slope_and_curvature(self, step: Tensor) -> tuple[float, float]:
         """The slope of the divergence along a step, and K-FAC's curvature along it, per token."""
-        xx, xg, ss = self.total(None)
-        of_inputs, of_outputs = (m / m[-1, -1].clamp(min=1) for m in (xx, ss))
-        if not self.has_bias:
-            of_inputs, xg = of_inputs[:-1, :-1], xg[:-1]
-        slope = (step * xg).sum() / xx[-1, -1].clamp(min=1)
-        return float(slope), float((step * (of_inputs @ step @ of_outputs[:-1, :-1])).sum())
+        xx, xg, ss, tokens, drawn = (each.sum(0) for each in self.all)
+        along = _times(xx / tokens.clamp(min=1), _times(ss / drawn.clamp(min=1), step.T).T)
+        return float((step * xg).sum() / tokens.clamp(min=1)), float((step * along).sum())
+
+
+def _add_moments(sums: Tensor, x: Tensor) -> None:
+    sums += (x.T @ x if sums.ndim == 2 else x.square().sum(0)).to(sums)
+
+
+def _times(moments: Tensor, matrix: Tensor) -> Tensor:
+    return torch.mm(moments, matrix) if moments.ndim == 2 else moments[:, None] * matrix
+
+
+def _solve(moments: Tensor, matrix: Tensor) -> Tensor:
+    """``moments⁻¹ matrix``, with `_DAMPING`."""
+    if moments.ndim == 1:
+        return matrix / (moments + _DAMPING * moments.mean())[:, None]
+    damped = moments + _DAMPING * moments.diagonal().mean() * torch.eye(len(moments)).to(moments)
+    result: Tensor = torch.linalg.solve(damped, matrix)
+    return result
 
 
 def _step(factors: Sequence[_Factors], fold: int | None = None) -> Tensor:
-    """K-FAC's change of W_O ``[kept inputs (+ 1 for the bias), out]``, from the sums over several sets of examples."""
-    xx, xg, ss = (torch.stack(each).sum(0) for each in zip(*(own.total(fold) for own in factors), strict=True))
-    # Outputs may be of fewer sets of examples (`_Look._sums`).
-    tokens, of_outputs, ss = xx[-1, -1].clamp(min=1), ss[-1, -1].clamp(min=1), ss[:-1, :-1]
-    if not factors[0].has_bias:
-        xx, xg = xx[:-1, :-1], xg[:-1]
-    if not bool(xx.diagonal().any() & ss.diagonal().any()):
+    """K-FAC's change of weights ``[kept inputs (+ 1 for the bias), out]``, from the sums over several sets of examples."""
+    part = slice(None) if fold is None else slice(fold, fold + 1)
+    sums = zip(*(own.all for own in factors), strict=True)
+    xx, xg, ss, tokens, drawn = (torch.stack([own[part].sum(0) for own in each]).sum(0) for each in sums)
+    if not bool(xx.any() & ss.any()):
         return torch.zeros_like(xg)
-    left, right = (
-        (m + _DAMPING * m.diagonal().mean() * torch.eye(len(m)).to(m)) / n for m, n in ((xx, tokens), (ss, of_outputs))
-    )
-    step: Tensor = -torch.linalg.solve(right, torch.linalg.solve(left, xg / tokens).mT).mT
-    return step
+    # Outputs may be of fewer sets of examples (`_Look._sums`).
+    left, right = xx / tokens.clamp(min=1), ss / drawn.clamp(min=1)
+    return -_solve(right, _solve(left, xg / tokens.clamp(min=1)).T).T
 
 
 Sums = Mapping[str, _Factors]
-"""By output projection."""
+"""By linear layer."""
 
 
 def natural_gradient(calibration: Calibration, drop: Heads, start: RepairWeights, places: Places) -> AnswersStep | None:
@@ -113,38 +146,42 @@ class _Look:
     def step(self) -> AnswersStep | None:
         """The step. If the calibration has others, it is fitted to them too."""
         sums, divergences = self._sums(self._some())
-        slopes, curvatures = zip(*(own.slope_and_curvature(_step([own])) for own in sums.values()), strict=True)
+        own = {name: _step([each]) for name, each in sums.items()}
+        slopes, curvatures = zip(*(sums[name].slope_and_curvature(step) for name, step in own.items()), strict=True)
         length = -sum(slopes) / (len(sums) * sum(curvatures)) if sum(curvatures) else 0.0
         if not 0 < length < math.inf:
             return None
 
-        more, others = self._sums_of_others()
-        parts = (sums, more) if others else (sums,)
-
-        @cache
-        def changes(which: tuple[int, ...], fold: int | None = None) -> Changes:
-            steps = {name: length * _step([parts[i][name] for i in which], fold) for name in self.places}
-            return weights_of({name: step.cpu() for name, step in steps.items()}, self.places)
+        def changes(steps: Mapping[str, Tensor]) -> Changes:
+            return weights_of({name: length * step.cpu() for name, step in steps.items()}, self.places)
 
         error = math.sqrt(divergences.mean())
-        facts = AnswersRepair(error, error, _DAMPING, len(divergences) + others)
+        more, others = self._sums_of_others()
+        facts, alone = AnswersRepair(error, error, _DAMPING, len(divergences) + others), changes(own)
         if others:
-            return AnswersStep(changes((0, 1)), facts, lambda part: changes((part,)), others)
-        return AnswersStep(changes((0,)), facts, lambda fold: changes((0,), fold))
+            both = changes({name: _step([each, more[name]]) for name, each in sums.items()})
+            return AnswersStep(both, facts, lambda _: alone, others)
+        return AnswersStep(
+            alone, facts, lambda fold: changes({name: _step([each], fold) for name, each in sums.items()})
+        )
 
     def _sums(self, some: Sequence[int], outputs: bool = True) -> tuple[Sums, Tensor]:
         """The sums over the tokens of some batches, with outputs' slopes or without; and the divergence of every example ``[examples]``,
         summed over tokens."""
-        device = None if is_offloaded(self.calibration.model) else model_device(self.calibration.model)
+        model = self.calibration.model
+        exact = any(p.dtype == torch.float64 for p in model.parameters())
+        kind = torch.float64 if exact else torch.float32
+        zeros = on_disk if is_offloaded(model) else partial(torch.zeros, device=model_device(model), dtype=kind)
+        wide = max(max(p.weight.shape) for p in self.calibration.projections)
+        # Fits to one fold are only needed where there are no others to judge a step by.
+        folds = 1 if self.calibration.others else FOLDS
         sums = {
-            name: _Factors(Moments(len(kept), out := p.weight.shape[1], device), Moments(out, 1, device), p.has_bias)
+            name: _Factors(len(kept), p.weight.shape[1], p.has_bias, wide, folds, zeros)
             for name, (p, kept) in self.places.items()
         }
         divergences = torch.cat(self._share("slopes", partial(self._add, sums, outputs), some))
         for name, own in sums.items():
-            current().add(f"slopes of {name}", [own.inputs.xx, own.inputs.xy, own.outputs.xx])
-            own.inputs.complete()
-            own.outputs.complete()
+            current().add(f"slopes of {name}", own.all)
         return sums, divergences
 
     def _sums_of_others(self) -> tuple[Sums, int]:
@@ -206,10 +243,8 @@ class _Look:
             raise HeadPruneError("tokens cannot be told apart by example.")
         for name, calls in seen.items():
             for x, _, (slope, *random) in calls:
-                for fold, own in enumerate(folds_of(x, self.runner, index, self.runner.layer(name).kind)):
+                place, kept = self.places[name]
+                for fold, own in enumerate(folds_of(x, self.runner, index, place.layers[0].kind)):
                     x_, g, *rest = (t.reshape(-1, t.shape[-1])[own] for t in (x, slope, *random))
-                    one = torch.ones(len(own), device=x.device)
-                    sums[name].inputs.add(fold, x_[:, self.places[name][1].to(x.device)], g, one)
-                    for s in rest:
-                        sums[name].outputs.add(fold, s, s[:, :1], one)
+                    sums[name].add(fold, x_[:, kept.to(x.device)], g, rest)
         return divergences[0]

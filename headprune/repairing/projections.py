@@ -132,16 +132,15 @@ _COPIES: MutableMapping[Tensor, dict[Any, Tensor]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
-class OutputProjection:
-    """An output projection that can be refitted.
+class LinearLayer:
+    """A linear layer that can be refitted: an output projection, or any other, which only the last step moves.
 
     Attributes:
         name: Of the module.
-        layers: The layers that end in it (mostly one).
-        weight, bias: The dense model's, ``[in, out]`` and ``[out]``, float64.
+        layers: The attention layers that end in it (mostly one); of any other linear layer, the one with the nearest name.
+        weight, bias: The dense model's, ``[in, out]`` and ``[out]``; float64 of an output projection, else in its own dtype.
         has_bias: Whether the module has a bias, or can be given one.
         own_bias: Whether it has a bias.
-        values: The value projection behind its inputs, if that can be refitted too.
     """
 
     name: str
@@ -150,10 +149,28 @@ class OutputProjection:
     bias: Tensor
     has_bias: bool
     own_bias: bool
+
+    def kept(self, drop: Heads) -> Tensor:
+        """Indices of the inputs that stay when heads are removed."""
+        return torch.arange(len(self.weight))
+
+    @property
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """The dense model's weight and bias; None if it has none."""
+        return self.weight, self.bias if self.own_bias else None
+
+
+@dataclass(frozen=True)
+class OutputProjection(LinearLayer):
+    """An output projection that can be refitted.
+
+    Attributes:
+        values: The value projection behind its inputs, if that can be refitted too.
+    """
+
     values: Values | None = None
 
     def kept(self, drop: Heads) -> Tensor:
-        """Indices of the inputs of W_O that stay."""
         owned = [(a.output_projection.features, drop.get(a.name, ())) for a in self.layers if a.output_projection]
         gone = {f for features, heads in owned for h in heads for f in features[h]}
         return torch.tensor([i for i in range(self.weight.shape[0]) if i not in gone], dtype=torch.long)
@@ -183,13 +200,10 @@ def output_projections(model: nn.Module, layers: Layers, notes: list[str], biase
             by_module.setdefault(layer.output_projection.module, []).append(layer)
     sources = Counter(layer.values.module for layer in layers if layer.values)
     with exact_attention(model):
-        owners: dict[object, list[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            if isinstance(getattr(module, "weight", None), Tensor):
-                owners.setdefault(_storage_of(module), []).append(name)
+        owners = owners_of_weights(model)
         for name, those in by_module.items():
             projection: Any = model.get_submodule(name)
-            if why := _not_plain(projection, owners):
+            if why := not_plain(projection, owners):
                 notes.append(f"{those[0].title} keeps its old weights: {name} {why}.")
             else:
                 matrix, bias = matrix_of(projection), bias_of(projection)
@@ -199,6 +213,15 @@ def output_projections(model: nn.Module, layers: Layers, notes: list[str], biase
                 separate = len(those) == 1 and those[0].values and sources[those[0].values.module] == 1
                 values = _values(model, those[0], len(matrix), owners) if separate else None
                 yield OutputProjection(name, tuple(those), matrix, start, can, bias is not None, values)
+
+
+def owners_of_weights(model: nn.Module, all_names: bool = True) -> Mapping[object, Sequence[str]]:
+    """The modules that hold a weight, by its storage; by ``all_names`` that a module has, or the first one."""
+    owners: dict[object, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=not all_names):
+        if isinstance(getattr(module, "weight", None), Tensor):
+            owners.setdefault(_storage_of(module), []).append(name)
+    return owners
 
 
 def _values(
@@ -215,7 +238,7 @@ def _values(
     if widths != {width} or len(set(flat)) < len(flat) or inputs != width * layer.num_heads:
         return None
     projection: Any = model.get_submodule(source.module)
-    if _not_plain(projection, owners):
+    if not_plain(projection, owners):
         return None
     owner = tuple(heads.index(own) for own in source.features)
     weight, bias = matrix_of(projection), bias_of(projection)
@@ -236,7 +259,7 @@ def bias_of(projection: Any) -> Tensor | None:
     return None if bias is None else doubled(value_of(projection, "bias").detach()).clone()
 
 
-def _not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:
+def not_plain(projection: Any, owners: Mapping[object, Sequence[str]]) -> str:
     """Why a module's weights cannot be replaced; empty if they can."""
     # The weight must be the module's own parameter, not computed from others as in adapters.
     weight: Any = projection.weight if "weight" in projection._parameters else None

@@ -29,7 +29,7 @@ OnCall = Callable[[str, Tensor, Tensor], Tensor | None]
 Calls = dict[str, list[Tensor]]
 """A tensor for every call of an output projection, by its name."""
 Seen = dict[str, list[tuple[Tensor, Tensor, list[Tensor]]]]
-"""By output projection, for every call: the input, the output, and the gradients of some sums of the answers there."""
+"""By linear layer, for every call: the input, the output, and the gradients of some sums of the answers there."""
 
 
 class Runner:
@@ -189,9 +189,12 @@ class Runner:
             return call(self.model, inputs_of(self.model, batch))
 
     @contextmanager
-    def _calling(self, on_output: OnCall | None, on_value: OnCall | None = None) -> Iterator[None]:
-        """Hooks on the projections, while the context lasts."""
-        callbacks = [(p.name, p.name, on_output) for p in self.projections if on_output]
+    def _calling(
+        self, on_output: OnCall | None, on_value: OnCall | None = None, names: Iterable[str] | None = None
+    ) -> Iterator[None]:
+        """Hooks on the projections while the context lasts, or in place of the output projections on modules of these names."""
+        names = [p.name for p in self.projections] if names is None else names
+        callbacks = [(name, name, on_output) for name in names if on_output]
         callbacks += [(own.name, name, on_value) for name, own in self.values.items() if on_value]
 
         def hook(name: str, then: OnCall, module: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor | None:
@@ -288,18 +291,16 @@ class Runner:
         sums_of: Callable[[Any], Sequence[Tensor]],
         recording: AbstractContextManager[None] | None = None,
     ) -> Seen:
-        """W_O's inputs, outputs and the gradients there of some sums of the model's answers to a batch.
+        """Linear layers' inputs, outputs and the gradients there of some sums of the model's answers to a batch.
 
         Args:
-            names: The output projections.
+            names: Of their modules.
             sums_of: Returns the sums, from the model's output.
             recording: As for `slopes`.
         """
         seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in names}
 
-        def add(name: str, x: Tensor, y: Tensor) -> Tensor | None:
-            if name not in seen:
-                return None
+        def add(name: str, x: Tensor, y: Tensor) -> Tensor:
             if recomputing():
                 return y + torch.zeros_like(y, requires_grad=True)
             seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))
@@ -307,7 +308,7 @@ class Runner:
 
         with (
             torch.inference_mode(False), torch.enable_grad(), self.deterministic_eval(), frozen(self.model),
-            checkpointed(self.model), self._calling(add),
+            checkpointed(self.model), self._calling(add, names=seen),
         ):  # fmt: skip
             with recording or nullcontext():
                 output = call(self.model, inputs_of(self.model, batch))

@@ -66,28 +66,36 @@ class Step:
 
 
 def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
-    """Move all output projections that lose heads towards the dense model's answers, from the weights ``start``."""
-    places = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
+    """Move all linear layers (or if that fails, the output projections that lose heads) towards the dense model's answers,
+    from the weights ``start``."""
     answers, _ = calibration.answers
-    try:
-        with torch.inference_mode(False):
-            if _has_several(calibration):
-                step = natural_gradient(calibration, drop, start, places)
-            elif isinstance(answers, str):
-                return answers
-            else:
-                with calibration.applied(start.by_module, drop):
-                    step = gauss_newton(answers, places)
-    except HeadPruneError as error:
-        return f"{NOT_FITTED}: {error.args[0]}"
-    except (RuntimeError, MemoryError) as error:
-        # Where an example has several answers, there are several copies of a batch's.
-        if not _has_several(calibration) or not is_out_of_memory(error):
-            raise
-        return f"{NOT_FITTED}: memory ran out. Smaller batches need less."
-    if step is None:
-        return NO_GAIN
-    return start.moved(step)
+    several = _has_several(calibration)
+    if isinstance(answers, str) and not several:
+        return answers
+    outputs = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
+    # The smaller system is left for where the larger one fails.
+    others = {p.name: (p, p.kept(drop)) for p in calibration.linears}
+    systems = ({**others, **outputs}, outputs) if others else (outputs,)
+    result: RepairWeights | LeftOut = NO_GAIN
+    for places in systems:
+        missing = {name: place.dense for name, (place, _) in places.items() if name not in start.by_module}
+        wide = replace(start, by_module={**start.by_module, **missing})
+        try:
+            with torch.inference_mode(False):
+                if isinstance(answers, str):
+                    step = natural_gradient(calibration, drop, wide, places)
+                else:
+                    with calibration.applied(wide.by_module, drop):
+                        step = gauss_newton(answers, places)
+            return NO_GAIN if step is None else wide.moved(step)
+        except HeadPruneError as error:
+            result = f"{NOT_FITTED}: {error.args[0]}"
+        except (RuntimeError, MemoryError) as error:
+            # Where an example has several answers, there are several copies of a batch's.
+            if not is_out_of_memory(error) or not (several or places is not outputs):
+                raise
+            result = f"{NOT_FITTED}: memory ran out. Smaller batches need less."
+    return result
 
 
 def _has_several(calibration: Calibration) -> bool:
@@ -98,7 +106,7 @@ def _has_several(calibration: Calibration) -> bool:
 STEPS = (
     Step(OUTPUTS, refit_outputs, "every layer's W_O, each by itself", by_layer=True),
     Step(VALUES, refit_values, "every layer's W_O and the kept heads' values, each layer by itself", by_layer=True),
-    Step("answers", refit_answers, "the last step: all W_O together, towards the dense model's answers"),
+    Step("answers", refit_answers, "the last step: all linear layers together, towards the dense model's answers"),
 )
 LAYER_STEPS = tuple(step for step in STEPS if step.by_layer)
 """All steps but the last one, towards the answers."""

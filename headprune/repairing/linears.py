@@ -1,0 +1,110 @@
+"""The linear layers that the last step of a repair may move: besides W_O queries, keys, values, feed-forward layers and others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from torch import Tensor, nn
+
+from headprune.attention import AttentionLayer, Layers
+from headprune.batches import is_out_of_memory
+from headprune.inputs import is_transposed
+from headprune.offload import is_dispatched
+from headprune.repairing.directions import close, few_of
+from headprune.repairing.examples import probe_of
+from headprune.repairing.projections import LinearLayer, not_plain, owners_of_weights
+from headprune.repairing.runner import Runner, Seen
+from headprune.running import exact_attention
+
+_MOST = 2 << 30  # bytes for all of them
+_COPIES = 28  # bytes for each weight: the dense one, the step's sums and changes, the weights tried and kept
+
+
+def movable_linears(runner: Runner, layers: Layers) -> list[LinearLayer]:
+    """The model's linear layers, as many as fit into memory (the smallest first), in its order. The model must be dense now.
+
+    Left out are those on which the answers do not depend, and those whose rows are not known to belong to one example each,
+    as in a mixture of experts; in a model that is spread over devices or read from files, all.
+    """
+    model, found = runner.model, list[LinearLayer]()
+    kept = {own.output_projection.module for own in layers if own.output_projection} - {
+        p.name for p in runner.projections
+    }
+    if is_dispatched(model):
+        return []
+    with exact_attention(model):
+        owners = owners_of_weights(model, all_names=False)
+        names = [n for n, m in model.named_modules() if n not in kept and _is_linear(m) and not not_plain(m, owners)]
+        room = _MOST
+        linears = [_linear(name, model.get_submodule(name), layers) for name in names]
+        for linear in sorted(linears, key=lambda each: each.weight.numel()):
+            room -= _COPIES * linear.weight.numel()
+            if room >= 0:
+                # A copy, since the module's weights will change.
+                found.append(replace(linear, weight=linear.weight.clone(), bias=linear.bias.clone()))
+    apart = _apart(runner, found) if found else set()
+    return [linear for linear in sorted(found, key=lambda each: names.index(each.name)) if linear.name in apart]
+
+
+def _linear(name: str, module: Any, layers: Layers) -> LinearLayer:
+    held, bias = module.weight.detach(), module.bias
+    weight = held if is_transposed(module) else held.T
+    start = weight.new_zeros(weight.shape[1]) if bias is None else bias.detach()
+    return LinearLayer(name, (_nearest(name, layers),), weight, start, bias is not None, bias is not None)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _nearest(name: str, layers: Layers) -> AttentionLayer:
+    """The attention layer whose module's name has the longest start in common."""
+    own = name.split(".")
+
+    def shared(layer: AttentionLayer) -> int:
+        return sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, layer.module.split("."), strict=False))
+        )
+
+    return max(layers, key=shared)
+
+
+def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> set[str]:
+    """The names of those that give ``x W + b``, and whose rows each belong to one example: runs of one and of two examples show it."""
+    batch = few_of(runner)
+    size = runner.rows.size(batch)
+
+    def seen(batch: Any) -> Seen:
+        each = range(runner.rows.size(batch))
+
+        def sums_of(output: Any) -> list[Tensor]:
+            return [probe_of(runner.model, output, batch, 0, runner.rows, i) for i in each]
+
+        return runner.slopes_of(batch, [linear.name for linear in linears], sums_of)
+
+    try:
+        alone, together = seen(runner.rows.take(batch, [0])), seen(batch)
+    except (
+        Exception
+    ) as error:  # answers may depend on no head by what can be differentiated, and a model may raise anything
+        if is_out_of_memory(error):
+            raise
+        return set()
+
+    def is_apart(linear: LinearLayer) -> bool:
+        one, all_calls = alone[linear.name], together[linear.name]
+        if not all_calls or [x.numel() * size for x, _, _ in one] != [x.numel() for x, _, _ in all_calls]:
+            return False
+        for x, y, slopes in all_calls:
+            for i, slope in enumerate(slopes):
+                own = slope.reshape(size, -1)
+                if not own[i].any() or own.count_nonzero() > own[i].count_nonzero():
+                    return False
+            if not close(x @ linear.weight.to(x) + linear.bias.to(x), y):
+                return False
+        return True
+
+    return {linear.name for linear in linears if is_apart(linear)}
