@@ -7,6 +7,8 @@ Of each model, at four numbers of heads and for three draws of the examples, `he
 step that it tries is measured on unseen examples too. A decision is right if the step is kept and the mean divergence (KL) from the
 dense model's answers fell there, or it is left out and it rose. Counted are the steps that change it by more than 5 %.
 
+The repair is made once more with a last step that moves W_O alone; what both leave on the unseen examples is compared.
+
 The models: a ViT on images of glyphs, a GPT on a Markov chain with repetitions, and a BERT on texts of ten topics, all trained here on
 made-up data (a minute or two each, kept in .headprune/); the demo's ViT; minilm-rt, where it is. The last line is one JSON document.
 """
@@ -16,7 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import real
@@ -26,11 +30,13 @@ from real import LeftOutError, about, say
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.attention import Heads
 from headprune.divergence import Fidelity
-from headprune.repairing import calibrate, checked_repair
+from headprune.repairing import Calibration, RepairWeights, calibrate, checked_repair
 
 Batch = dict[str, Tensor]
 DRAWS = 3
+END = "end"  # the row of what is left after all steps
 MATTERS = 0.05  # of the divergence without the step: a change below is left uncounted
 
 
@@ -159,14 +165,22 @@ def cases(name: str, model: nn.Module, draw: int, parts: Sequence[list[Batch]]) 
     layers = hp.find_attention(model, {k: v for k, v in score[0].items() if k != "labels"})
     look = {"strategy": "compensated", "effort": "low", "scores": ()}
     plans = hp.search(model, score[:8], list(KEEPS[name]), choose=choose[:2], layers=layers, **look)
-    calibration = calibrate(model, layers, score)
+    calibration, narrow = (calibrate(model, layers, score, others=choose) for _ in range(2))
+    vars(narrow)["linears"] = ()  # but for the W_O that lose heads
     there = Fidelity(model, unseen)
+
+    def left(calibration: Calibration, found: RepairWeights, drop: Heads) -> float:
+        return float(there.each(partial(calibration.applied, found.by_module, drop)).mean())
+
     for plan in plans:
         both = Both(model, choose, there)
         found = checked_repair(calibration, plan.drop, both)
+        alone = left(narrow, checked_repair(narrow, plan.drop, Fidelity(model, choose)), plan.drop)
+        case = {"model": name, "draw": draw, "kept": plan.kept}
+        yield {**case, "step": END, "left": left(calibration, found, plan.drop), "outputs_alone": alone}
         for trial in found.trials:
             yield {
-                "model": name, "draw": draw, "kept": plan.kept, "step": trial.step, "taken": trial.kept,
+                **case, "step": trial.step, "taken": trial.kept,
                 "choose": [trial.before, trial.after],
                 "unseen": [both.known_there[trial.before], both.known_there[trial.after]],
                 "passes": (len(both.known_there) - 1) / len(found.trials),
@@ -174,12 +188,16 @@ def cases(name: str, model: nn.Module, draw: int, parts: Sequence[list[Batch]]) 
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How often decisions are right, of the steps that matter."""
+    """How often decisions are right, of the steps that matter; and the divergence that is left, over that with W_O alone moved
+    (geometric mean), and in how many cases it is less."""
+    ends = [r["left"] / r["outputs_alone"] for r in rows if r["step"] == END]
+    rows = [r for r in rows if r["step"] != END]
     matter = [r for r in rows if abs(r["unseen"][1] - r["unseen"][0]) > MATTERS * r["unseen"][0]]
     right = [r["taken"] == (r["unseen"][1] < r["unseen"][0]) for r in matter]
     return {
         "steps": len(rows), "matter": len(matter), "right": sum(right), "share": round(sum(right) / max(1, len(right)), 3),
         "left_out": sum(not r["taken"] for r in rows), "most_passes": round(max((r["passes"] for r in rows), default=0.0), 2),
+        "left": round(geometric_mean(ends), 3) if ends else None, "less": f"{sum(end < 1 for end in ends)} of {len(ends)}",
     }  # fmt: skip
 
 

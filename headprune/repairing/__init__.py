@@ -5,7 +5,7 @@ tokens. So W_O and the kept heads' values are refitted, layer by layer, to repro
 ridge towards the old weights and a bias that takes up the removed heads' mean. Repair changes existing weights and adds
 missing biases, nothing else, so a repaired model is pruned like any other.
 
-A repair is a list of steps (`headprune.repairing.steps`): output projections, values, and last all output projections
+A repair is a list of steps (`headprune.repairing.steps`): output projections, values, and last all linear layers
 together, towards the dense model's answers. One `Calibration` serves all steps and any choice of heads. A step that
 does no better on the choosing examples is left out (`checked_repair`).
 """
@@ -73,7 +73,7 @@ def repair(
         ridge: Strength towards the old weights; it turns ``answers`` off. By default cross-validated for each layer.
         values: Whether value projections are refitted too: about two passes more.
         mixtures: Whether to fit to mixtures of texts too (of more than 512, alone), where a text has one answer.
-        answers: Whether all W_O that lose heads are then fitted together to the dense model's answers.
+        answers: Whether all linear layers are then fitted together to the dense model's answers (docs/planning.md).
         biases: Whether a W_O without a bias gets one, for the removed heads' mean. A stock class may have no place for it.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
         progress: Called with (passes done, passes in all, note).

@@ -1,4 +1,4 @@
-"""The last step of a repair: a Gauss-Newton step of all output projections together, towards the dense answers.
+"""The last step of a repair: a Gauss-Newton step of all linear layers together, towards the dense answers.
 
 Unlike the fit of a single layer, it accounts for how all layers' errors add up. It takes three passes or more, so plans
 are compared without it. The weights change only along the coordinates in which the answers' gradients are longest: a

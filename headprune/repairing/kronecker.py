@@ -1,9 +1,9 @@
 """The last step of a repair where an example has many answers, such as one for every token: a natural-gradient step.
 
-As in `headprune.repairing.gauss_newton`, all output projections move together towards the dense model's answers, but there are far
+As in `headprune.repairing.gauss_newton`, all linear layers move together towards the dense model's answers, but there are far
 too many answers for a system of equations. So the direction is K-FAC's (Martens and Grosse 2015, arXiv:1503.05671): the Fisher
-information of a W_O is taken for the Kronecker product of the second moments of its inputs and of the slopes at its outputs, and
-that of two W_O's for zero. That makes the step far too long, so `headprune.repairing.steps` searches its length by the divergence itself.
+information of a layer is taken for the Kronecker product of the second moments of its inputs and of the slopes at its outputs, and
+that of two layers for zero. That makes the step far too long, so `headprune.repairing.steps` searches its length by the divergence itself.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ Sums = Mapping[str, _Factors]
 def natural_gradient(calibration: Calibration, drop: Heads, start: RepairWeights, places: Places) -> AnswersStep | None:
     """One step from the weights ``start`` towards the dense model's answers, however many an example has.
 
-    Its length is a guess: K-FAC's own, as if all W_O's moved the answers alike.
+    Its length is a guess: K-FAC's own, as if all layers moved the answers alike.
 
     Returns:
         None if the divergence has no slope.
