@@ -93,7 +93,8 @@ class Trials:
         known = self.calibration
         # Whole attention modules: a stand-in's projections are parts of tensors with other names in the original.
         around = [layer.module for layer in self.layers]
-        return [*around, *(p.name for p in known.projections), *(v.name for v in known.values.values())]
+        others = [linear.name for linear in vars(known).get("linears", ())]
+        return [*around, *others, *(p.name for p in known.projections), *(v.name for v in known.values.values())]
 
     @property
     def passes(self) -> float:

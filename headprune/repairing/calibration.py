@@ -25,6 +25,7 @@ from headprune.repairing.directions import Directions, find_directions, refittab
 from headprune.repairing.examples import (
     ENOUGH_TEXTS,
     MOST_ROWS,
+    SEVERAL,
     DenseAnswers,
     dense_answers,
     mixed_texts,
@@ -36,6 +37,7 @@ from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Calls, Runner
 from headprune.running import Progress, exact_attention
 
+WEIGHTS_OF_TOKEN = 1024  # for each token at most, where every token has an answer
 _REMEMBERED = 8  # cached fits of one W_O by one step: a search, its trials and the pruning reuse them
 
 
@@ -221,8 +223,16 @@ class Calibration:
     @cached_property
     def linears(self) -> Sequence[LinearLayer]:
         """All linear layers that the last step may move. It must be asked for first while the model is dense."""
+        # By K-FAC, more weights than that fit noise: with ten times as many, SmolLM2's other layers gained nothing.
+        most = WEIGHTS_OF_TOKEN * self.runner.tokens(self.runner.batches) if self.several else None
         with torch.inference_mode(False):
-            return movable_linears(self.runner, self.layers)
+            return movable_linears(self.runner, self.layers, most)
+
+    @property
+    def several(self) -> bool:
+        """Whether an example has several answers, such as one for every token."""
+        answers, _ = self.answers
+        return isinstance(answers, str) and answers.endswith(SEVERAL)
 
     @property
     def _dense_weights(self) -> NewWeights:

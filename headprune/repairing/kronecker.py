@@ -9,7 +9,8 @@ that of two layers for zero. That makes the step far too long, so `headprune.rep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,10 +21,10 @@ from headprune.attention import Heads
 from headprune.batches import is_out_of_memory
 from headprune.divergence import Divergence, logits_of, real_tokens
 from headprune.errors import HeadPruneError
-from headprune.inputs import model_device, tensors
+from headprune.inputs import model_device
 from headprune.offload import is_offloaded, on_disk
 from headprune.parallel import current
-from headprune.repairing.calibration import Calibration, folds_of
+from headprune.repairing.calibration import WEIGHTS_OF_TOKEN, Calibration, folds_of
 from headprune.repairing.examples import probe_of
 from headprune.repairing.gauss_newton import Places, weights_of
 from headprune.repairing.projections import FOLDS
@@ -146,24 +147,31 @@ class _Look:
     def step(self) -> AnswersStep | None:
         """The step. If the calibration has others, it is fitted to them too."""
         sums, divergences = self._sums(self._some())
-        own = {name: _step([each]) for name, each in sums.items()}
-        slopes, curvatures = zip(*(sums[name].slope_and_curvature(step) for name, step in own.items()), strict=True)
-        length = -sum(slopes) / (len(sums) * sum(curvatures)) if sum(curvatures) else 0.0
-        if not 0 < length < math.inf:
-            return None
-
-        def changes(steps: Mapping[str, Tensor]) -> Changes:
-            return weights_of({name: length * step.cpu() for name, step in steps.items()}, self.places)
-
-        error = math.sqrt(divergences.mean())
         more, others = self._sums_of_others()
-        facts, alone = AnswersRepair(error, error, _DAMPING, len(divergences) + others), changes(own)
-        if others:
-            both = changes({name: _step([each, more[name]]) for name, each in sums.items()})
-            return AnswersStep(both, facts, lambda _: alone, others)
-        return AnswersStep(
-            alone, facts, lambda fold: changes({name: _step([each], fold) for name, each in sums.items()})
-        )
+        alone = {name: _step([each]) for name, each in sums.items()}
+        both = {name: _step([each, more[name]]) for name, each in sums.items()} if others else alone
+        error = math.sqrt(divergences.mean())
+        facts = AnswersRepair(error, error, _DAMPING, len(divergences) + others)
+
+        def step_of(names: Collection[str]) -> AnswersStep | None:
+            slopes, curvatures = zip(*(sums[name].slope_and_curvature(alone[name]) for name in names), strict=True)
+            length = -sum(slopes) / (len(names) * sum(curvatures)) if sum(curvatures) else 0.0
+            if not 0 < length < math.inf:
+                return None
+
+            def changes(steps: Mapping[str, Tensor]) -> Changes:
+                places = {name: self.places[name] for name in names}
+                return weights_of({name: length * steps[name].cpu() for name in names}, places)
+
+            def on_fold(fold: int) -> Changes:
+                if others:  # judged without them
+                    return changes(alone)
+                return changes({name: _step([sums[name]], fold) for name in names})
+
+            return AnswersStep(changes(both), facts, on_fold, others)
+
+        step, losing = step_of(sums), [p.name for p in self.calibration.losing(self.drop) if p.name in sums]
+        return step and replace(step, narrow=step_of(losing) if len(losing) < len(sums) else None)
 
     def _sums(self, some: Sequence[int], outputs: bool = True) -> tuple[Sums, Tensor]:
         """The sums over the tokens of some batches, with outputs' slopes or without; and the divergence of every example ``[examples]``,
@@ -171,7 +179,9 @@ class _Look:
         model = self.calibration.model
         exact = any(p.dtype == torch.float64 for p in model.parameters())
         kind = torch.float64 if exact else torch.float32
-        zeros = on_disk if is_offloaded(model) else partial(torch.zeros, device=model_device(model), dtype=kind)
+        zeros = partial(
+            on_disk if is_offloaded(model) else partial(torch.zeros, device=model_device(model)), dtype=kind
+        )
         wide = max(max(p.weight.shape) for p in self.calibration.projections)
         # Fits to one fold are only needed where there are no others to judge a step by.
         folds = 1 if self.calibration.others else FOLDS
@@ -205,14 +215,12 @@ class _Look:
     def _some(self) -> list[int]:
         """The batches that are looked at, evenly spaced, because batches often come sorted by length; a second step takes others."""
         every = range(len(self.runner.batches))
-        enough = max(_MANY, _TOKENS * max(len(kept) for _, kept in self.places.values()))
-        apart = max(1, min(self._tokens(every) // enough, len(every) // FOLDS))
+        inputs = max(len(p.kept(self.drop)) for p in self.calibration.losing(self.drop))
+        weights = sum(p.weight.numel() for p, _ in self.places.values())
+        enough = max(_MANY, _TOKENS * inputs, weights // WEIGHTS_OF_TOKEN)
+        apart = max(1, min(self.runner.tokens(self.runner.batches) // enough, len(every) // FOLDS))
         apart -= apart % 2 == 0  # batches of one example alternate between folds
         return list(every[bool(self.start.answers) * (apart // 2) :: apart])
-
-    def _tokens(self, some: Sequence[int]) -> int:
-        """About how many tokens these batches have."""
-        return sum(max(t.shape[:2].numel() for t in tensors(self.runner.batches[i])) for i in some)
 
     def _random(self, index: int, output: Any) -> Tensor:
         runner = self.runner

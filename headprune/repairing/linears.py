@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from headprune.attention import AttentionLayer, Layers
 from headprune.batches import is_out_of_memory
 from headprune.inputs import is_transposed
-from headprune.offload import is_dispatched
+from headprune.offload import is_elsewhere, on_disk, value_of
 from headprune.repairing.directions import close, few_of
 from headprune.repairing.examples import probe_of
 from headprune.repairing.projections import LinearLayer, not_plain, owners_of_weights
@@ -23,37 +22,43 @@ _MOST = 2 << 30  # bytes for all of them
 _COPIES = 28  # bytes for each weight: the dense one, the step's sums and changes, the weights tried and kept
 
 
-def movable_linears(runner: Runner, layers: Layers) -> list[LinearLayer]:
+def movable_linears(runner: Runner, layers: Layers, most: int | None = None) -> list[LinearLayer]:
     """The model's linear layers, as many as fit into memory (the smallest first), in its order. The model must be dense now.
 
     Left out are those on which the answers do not depend, and those whose rows are not known to belong to one example each,
-    as in a mixture of experts; in a model that is spread over devices or read from files, all.
+    as in a mixture of experts.
+
+    Args:
+        most: If they have more weights than that, none is taken.
     """
-    model, found = runner.model, list[LinearLayer]()
+    model, room, found = runner.model, _MOST // _COPIES, list[LinearLayer]()
+    # What cannot be refitted keeps its weights, as its note says.
     kept = {own.output_projection.module for own in layers if own.output_projection} - {
         p.name for p in runner.projections
     }
-    if is_dispatched(model):
-        return []
     with exact_attention(model):
         owners = owners_of_weights(model, all_names=False)
-        names = [n for n, m in model.named_modules() if n not in kept and _is_linear(m) and not not_plain(m, owners)]
-        room = _MOST
-        linears = [_linear(name, model.get_submodule(name), layers) for name in names]
-        for linear in sorted(linears, key=lambda each: each.weight.numel()):
-            room -= _COPIES * linear.weight.numel()
+        modules = {
+            n: m for n, m in model.named_modules() if n not in kept and _is_linear(m) and not not_plain(m, owners)
+        }
+        sizes = {name: module.weight.numel() for name, module in modules.items()}
+        if most is not None and sum(sizes.values()) > most:
+            return []
+        for name in sorted(sizes, key=lambda each: sizes[each]):
+            room -= sizes[name]
             if room >= 0:
-                # A copy, since the module's weights will change.
-                found.append(replace(linear, weight=linear.weight.clone(), bias=linear.bias.clone()))
+                found.append(_linear(name, modules[name], layers))
     apart = _apart(runner, found) if found else set()
-    return [linear for linear in sorted(found, key=lambda each: names.index(each.name)) if linear.name in apart]
+    return [linear for linear in sorted(found, key=lambda each: [*modules].index(each.name)) if linear.name in apart]
 
 
 def _linear(name: str, module: Any, layers: Layers) -> LinearLayer:
-    held, bias = module.weight.detach(), module.bias
+    """With copies of the weights, which will change."""
+    held, own = value_of(module, "weight").detach(), module.bias is not None
+    held = on_disk(*held.shape, dtype=held.dtype).copy_(held) if is_elsewhere(module, "weight") else held.clone()
     weight = held if is_transposed(module) else held.T
-    start = weight.new_zeros(weight.shape[1]) if bias is None else bias.detach()
-    return LinearLayer(name, (_nearest(name, layers),), weight, start, bias is not None, bias is not None)
+    bias = value_of(module, "bias").detach().clone() if own else weight.new_zeros(weight.shape[1])
+    return LinearLayer(name, (_nearest(name, layers),), weight, bias, own, own)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -87,9 +92,7 @@ def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> set[str]:
 
     try:
         alone, together = seen(runner.rows.take(batch, [0])), seen(batch)
-    except (
-        Exception
-    ) as error:  # answers may depend on no head by what can be differentiated, and a model may raise anything
+    except Exception as error:  # answers may not be differentiable, and a model may raise anything
         if is_out_of_memory(error):
             raise
         return set()

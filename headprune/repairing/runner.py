@@ -92,6 +92,10 @@ class Runner:
         """Context for evaluation mode without a cache, with attention that computes every head by itself."""
         return quiet(self.model, attributes=False)
 
+    def tokens(self, batches: Sequence[Any]) -> int:
+        """About how many tokens batches have."""
+        return sum(max(t.shape[:2].numel() for t in tensors(batch)) for batch in batches)
+
     def first(self, index: int) -> int:
         """The number of the first example of a batch of `everything`."""
         return sum(map(self.rows.size, self.everything[:index]))

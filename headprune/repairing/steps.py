@@ -26,7 +26,7 @@ from headprune.batches import is_out_of_memory
 from headprune.divergence import ENOUGH, Fidelity
 from headprune.errors import HeadPruneError
 from headprune.repairing.calibration import Calibration
-from headprune.repairing.examples import NOT_FITTED, SEVERAL
+from headprune.repairing.examples import NOT_FITTED
 from headprune.repairing.gauss_newton import gauss_newton
 from headprune.repairing.kronecker import natural_gradient
 from headprune.repairing.layers import OUTPUTS, VALUES, refit_outputs, refit_values
@@ -69,8 +69,7 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
     """Move all linear layers (or if that fails, the output projections that lose heads) towards the dense model's answers,
     from the weights ``start``."""
     answers, _ = calibration.answers
-    several = _has_several(calibration)
-    if isinstance(answers, str) and not several:
+    if isinstance(answers, str) and not calibration.several:
         return answers
     outputs = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
     # The smaller system is left for where the larger one fails.
@@ -92,15 +91,10 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
             result = f"{NOT_FITTED}: {error.args[0]}"
         except (RuntimeError, MemoryError) as error:
             # Where an example has several answers, there are several copies of a batch's.
-            if not is_out_of_memory(error) or not (several or places is not outputs):
+            if not is_out_of_memory(error) or not (calibration.several or places is not outputs):
                 raise
             result = f"{NOT_FITTED}: memory ran out. Smaller batches need less."
     return result
-
-
-def _has_several(calibration: Calibration) -> bool:
-    answers, _ = calibration.answers
-    return isinstance(answers, str) and answers.endswith(SEVERAL)
 
 
 STEPS = (
@@ -185,8 +179,8 @@ def checked_repair(
         if isinstance(weights, LeftOut):
             notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
             continue
-        if weights.with_part and _has_several(calibration):
-            weights = _of_best_length(weights.with_part, far, before)
+        if weights.with_part and calibration.several:
+            weights = _of_best_length(weights, far, before)
         tried, own, after = far(weights)
         if step.by_layer:
             latest = weights
@@ -197,43 +191,47 @@ def checked_repair(
         kept = better(before, after)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
-            best = replace(tried, others=max(tried.others, best.others), on_fold=None, with_part=None)
+            best = replace(tried, others=max(tried.others, best.others), on_fold=None, with_part=None, narrow=None)
             fitted, estimated = own, after
             if choose is not None and not step.by_layer and _leads_on(calibration, trials[-1]):
                 ahead.insert(0, step)
         del weights, tried  # and the gradients that their functions hold
     best = drop_columns(calibration, drop) if best is old else best
     notes += [ALL_FITTED] if best.others else []
-    return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None)
+    return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None, narrow=None)
 
 
-def _of_best_length(
-    with_part: Callable[[float], RepairWeights], far: Callable[[RepairWeights], Tried], before: Tensor
-) -> RepairWeights:
-    """The weights with so many times a step as does best on examples that it was not fitted to, by more than chance if any does.
+def _of_best_length(found: RepairWeights, far: Callable[[RepairWeights], Tried], before: Tensor) -> RepairWeights:
+    """The weights with so many times a step (or its narrow form) as does best on examples that it was not fitted to, by more than
+    chance if any does.
 
     Args:
         before: The divergences of these examples without it.
     """
-    tried: dict[float, Tensor] = {}
+    tried: dict[tuple[Callable[[float], RepairWeights], float], Tensor] = {}
 
     @cache
-    def divergence(part: float) -> float:
+    def divergence(with_part: Callable[[float], RepairWeights], part: float) -> float:
         with torch.inference_mode(False), torch.no_grad():
             weights = with_part(part)
             if weights.others and weights.on_fold:  # as it is without the choosing examples
                 weights = replace(weights.on_fold(0), others=0)
-        _, _, tried[part] = far(weights)
-        return float(tried[part].mean())
+        _, _, tried[with_part, part] = far(weights)
+        return float(tried[with_part, part].mean())
 
-    part = best_length(divergence, float(before.mean()))
-    if not better(before, tried[part]):  # a shorter one may gain less, but surely
-        part = min((each for each in tried if better(before, tried[each])), key=divergence, default=part)
+    ways = [way for way in (found.with_part, found.narrow) if way]
+    best = min(
+        ((way, best_length(partial(divergence, way), float(before.mean()))) for way in ways),
+        key=lambda at: divergence(*at),
+    )
+    if not better(before, tried[best]):  # a shorter one may gain less, but surely
+        best = min((at for at in tried if better(before, tried[at])), key=lambda at: divergence(*at), default=best)
+    way, part = best
     with torch.inference_mode(False), torch.no_grad():
-        weights = with_part(part)
-    facts, held_out = weights.answers, math.sqrt(max(0.0, divergence(part)))
+        weights = way(part)
+    facts, held_out = weights.answers, math.sqrt(max(0.0, divergence(*best)))
     facts = facts and replace(facts, before=math.sqrt(before.mean()), held_out=held_out, part=1.0)
-    return replace(weights, answers=facts, with_part=None)
+    return replace(weights, answers=facts, with_part=None, narrow=None)
 
 
 def best_length(error: Callable[[float], float], before: float) -> float:
@@ -269,7 +267,7 @@ def _leads_on(calibration: Calibration, trial: Trial) -> bool:
     """
     if trial.after < _NEAR:
         return False
-    if _has_several(calibration):
+    if calibration.several:
         return trial.after < _AGAIN_TOKENS * trial.before
     answers, _ = calibration.answers
     return trial.after < _AGAIN * trial.before and not isinstance(answers, str) and answers.count > 1
