@@ -827,12 +827,13 @@ def test_the_step_is_as_long_as_other_texts_ask_for(name: str, joint: bool, monk
 
     monkeypatch.setattr(steps, "best_length", told)
     trials = [t for t in checked_repair(found, drop, Fidelity(model, [other])).trials if t.step == "answers"]
-    assert len(lengths) == len(trials)  # also where none is kept
+    ways = [alone.by_module, alone.narrow(1.0).by_module]  # all linear layers, or W_O alone
+    assert len(lengths) == len(ways) * len(trials)  # also where none is kept
 
-    def error(length: float) -> float:
+    def error(way: Any, length: float) -> float:
         moved = {
             module: tuple(None if old is None else old + length * (new - old) for old, new in zip(before[module], weights, strict=True))
-            for module, weights in alone.by_module.items()
+            for module, weights in way.items()
         }  # fmt: skip
         dense, real = brute.logits(model, other), other["attention_mask"] != 0
         with torch.inference_mode(False), found.applied(moved, drop):
@@ -840,7 +841,9 @@ def test_the_step_is_as_long_as_other_texts_ask_for(name: str, joint: bool, monk
         each = (dense.softmax(-1) * (dense.log_softmax(-1) - now)).sum(-1)
         return float(((each * real).sum(1) / real.sum(1)).mean())
 
+    tried = [error(way, length) for way, length in zip(ways, lengths, strict=False)]
     assert trials[0].kept
-    assert trials[0].before == pytest.approx(error(0.0), rel=1e-4)
-    assert trials[0].after == pytest.approx(error(lengths[0]), rel=1e-4)
-    assert trials[0].after < min(error(lengths[0] / 4), error(4 * lengths[0]))
+    assert trials[0].before == pytest.approx(error(ways[0], 0.0), rel=1e-4)
+    assert trials[0].after == pytest.approx(min(tried), rel=1e-4)
+    for way, length, least in zip(ways, lengths, tried, strict=False):
+        assert least < min(error(way, length / 4), error(way, 4 * length))

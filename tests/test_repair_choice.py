@@ -779,3 +779,51 @@ def test_repaired_pruned_saved_loaded_and_again(name: str, drop: Any, tmp_path: 
         torch.testing.assert_close(loaded(**example).logits, model(**example).logits, rtol=1e-6, atol=1e-6)
         left = next(a for a in hp.find_attention(model, example) if a.num_heads > 1 and len(a.units) > 1)
         drop = {left.name: list(left.units[0])}
+
+
+class Varied(nn.Module):
+    """Has linear layers of every kind: an expert for some tokens, tokens before examples, shared weights, one that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        kinds = ("dense", "expert", "turned", "twin", "other", "unread")
+        for name in kinds:
+            setattr(self, name, nn.Linear(WIDTH, WIDTH))
+        self.other.weight = self.twin.weight
+        self.answer = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        x = x + self.dense(x).relu() + self.turned(x.transpose(0, 1)).transpose(0, 1) / 4
+        chosen = x[..., 0] > 0
+        x = x + torch.zeros_like(x).masked_scatter(chosen[..., None], self.expert(x[chosen])) / 4
+        self.unread(x)
+        answer: Tensor = self.answer((x + self.twin(x) / 4 + self.other(x) / 4).mean(1))
+        return answer
+
+
+def changed(model: nn.Module, mended: nn.Module) -> set[str]:
+    """The modules whose weights differ."""
+    before = state(model)
+    return {n.rpartition(".")[0] for n, w in state(mended).items() if n in before and not torch.equal(w, before[n])}
+
+
+def test_the_last_step_moves_the_linear_layers_that_have_one_example_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, examples = randomise(Varied()).double(), noise(120, 6, WIDTH).double()
+    given: dict[str, Any] = {"values": False}
+    mended, done = brute.repaired(model, {"attention": [1, 2]}, examples, **given)
+    assert any(t.step == "answers" and t.kept for t in done.trials)
+    assert changed(model, mended) == {"attention.qkv", "attention.o", "dense", "answer"}
+    monkeypatch.setattr("headprune.repairing.linears._MOST", 0)  # room for W_O alone
+    assert changed(model, brute.repaired(model, {"attention": [1, 2]}, examples, **given)[0]) == {"attention.o"}
+
+
+def test_few_tokens_move_w_o_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, _), example = brute.model_of("llama"), text(40, 9, seed=1)
+    drop = brute.some_heads(hp.find_attention(model, example))
+    for most, more in ((1024, True), (0, False)):
+        monkeypatch.setattr("headprune.repairing.calibration.WEIGHTS_OF_TOKEN", most)
+        mended, done = brute.repaired(model, drop, example, values=False)
+        assert any(t.step == "answers" and t.kept for t in done.trials)
+        assert any("mlp" in name for name in changed(model, mended)) == more

@@ -12,13 +12,14 @@ from headprune.attention import AttentionLayer, Layers
 from headprune.batches import is_out_of_memory
 from headprune.inputs import is_transposed
 from headprune.offload import is_elsewhere, on_disk, value_of
-from headprune.repairing.directions import close, few_of
+from headprune.repairing.directions import close
 from headprune.repairing.examples import probe_of
 from headprune.repairing.projections import LinearLayer, not_plain, owners_of_weights
 from headprune.repairing.runner import Runner, Seen
 from headprune.running import exact_attention
 
 _MOST = 2 << 30  # bytes for all of them
+_EXAMPLES = 8  # on which layers are looked at
 _COPIES = 28  # bytes for each weight: the dense one, the step's sums and changes, the weights tried and kept
 
 
@@ -78,31 +79,32 @@ def _nearest(name: str, layers: Layers) -> AttentionLayer:
 
 
 def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> set[str]:
-    """The names of those that give ``x W + b``, and whose rows each belong to one example: runs of one and of two examples show it."""
-    batch = few_of(runner)
-    size = runner.rows.size(batch)
+    """The names of those that give ``x W + b``, and whose rows each belong to one example: runs of one and of several examples show it."""
+    batch = max(runner.batches, key=runner.rows.size)
+    size = min(runner.rows.size(batch), _EXAMPLES)
 
-    def seen(batch: Any) -> Seen:
-        each = range(runner.rows.size(batch))
+    def seen(size: int, *numbers: int) -> Seen:
+        some = runner.rows.take(batch, range(size))
 
         def sums_of(output: Any) -> list[Tensor]:
-            return [probe_of(runner.model, output, batch, 0, runner.rows, i) for i in each]
+            return [probe_of(runner.model, output, some, 0, runner.rows, i) for i in numbers]
 
-        return runner.slopes_of(batch, [linear.name for linear in linears], sums_of)
+        return runner.slopes_of(some, [linear.name for linear in linears], sums_of)
 
+    tried = (0, size - 1)
     try:
-        alone, together = seen(runner.rows.take(batch, [0])), seen(batch)
+        alone, together = seen(1, 0), seen(size, *tried)
     except Exception as error:  # answers may not be differentiable, and a model may raise anything
         if is_out_of_memory(error):
             raise
         return set()
 
     def is_apart(linear: LinearLayer) -> bool:
-        one, all_calls = alone[linear.name], together[linear.name]
-        if not all_calls or [x.numel() * size for x, _, _ in one] != [x.numel() for x, _, _ in all_calls]:
+        one, several = alone[linear.name], together[linear.name]
+        if not several or [x.numel() * size for x, _, _ in one] != [x.numel() for x, _, _ in several]:
             return False
-        for x, y, slopes in all_calls:
-            for i, slope in enumerate(slopes):
+        for x, y, slopes in several:
+            for i, slope in zip(tried, slopes, strict=True):
                 own = slope.reshape(size, -1)
                 if not own[i].any() or own.count_nonzero() > own[i].count_nonzero():
                     return False
