@@ -485,7 +485,7 @@ def test_the_verdict(name: str, report: Any) -> None:
 
 def test_what_was_changed_beside_the_removal_and_where_it_was_timed(report: Any) -> None:
     data = budgets_of((2, -0.1, 0.01, "worse"))
-    refitted = "with the kept heads' weights refitted by least squares"
+    refitted = "with the weights that stay refitted by least squares"
     for changes, words in (
         ({}, "worsens the accuracy: "), ({"repair": repaired()}, f"accuracy, {refitted} (repair, without training): accuracy"),
         ({"repair": repaired(), "finetune": TRAINED}, f"accuracy, {refitted} and the smaller model trained again: accuracy"),

@@ -128,7 +128,7 @@ _repair = partial(typer.Option, rich_help_panel="Repair")
 class More:
     """The options that only `prune` has."""
 
-    no_repair: Annotated[bool, _repair("--no-repair", help="Leave the kept heads' weights as they were.")] = False
+    no_repair: Annotated[bool, _repair("--no-repair", help="Leave the weights that stay as they were.")] = False
     finetune: Annotated[
         float, _repair(metavar="EPOCHS", help="Train afterwards, distilling from the dense model.", show_default=False)
     ] = 0.0

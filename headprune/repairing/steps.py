@@ -197,6 +197,9 @@ def checked_repair(
                 ahead.insert(0, step)
         del weights, tried  # and the gradients that their functions hold
     best = drop_columns(calibration, drop) if best is old else best
+    outputs_and_values = [p.name for p in calibration.projections] + [v.name for v in calibration.values.values()]
+    if set(best.by_module) - set(outputs_and_values):
+        notes.append(f"The last step moved {len(best.by_module)} linear layers.")
     notes += [ALL_FITTED] if best.others else []
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None, narrow=None)
 

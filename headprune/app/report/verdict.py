@@ -27,7 +27,7 @@ TOLERATED, TOLERATED_SHARE = 0.025, 0.05
 # out; or every plan loses something measurable; or the dense model is no better than guessing.
 CAN_GO, UNSURE, COSTS, GUESSING = "can go", "unsure", "costs", "guessing"
 
-_REFITTED = "the kept heads' weights refitted by least squares"
+_REFITTED = "the weights that stay refitted by least squares"
 
 
 @dataclass(frozen=True)
