@@ -142,7 +142,9 @@ def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> 
     runner, new = calibration.runner, weights.by_module
     mixtures = sum(len(mixed.firsts) for mixed in runner.mixtures)
     biases = tuple(name for name in calibration.new_biases if new.get(name, (None, None))[1] is not None)
-    notes = (*calibration.notes, *([weights.note] if weights.note else []))
+    attention = {p.name for p in calibration.projections} | {v.name for v in calibration.values.values()}
+    wide = f"The last step moved {len(new)} linear layers." if new.keys() - attention else ""
+    notes = (*calibration.notes, *filter(None, (wide, weights.note)))
     counts = runner.examples, mixtures, round(passes)
     return Repair(weights.facts, *counts, biases, notes, weights.answers, weights.trials)
 
@@ -197,9 +199,6 @@ def checked_repair(
                 ahead.insert(0, step)
         del weights, tried  # and the gradients that their functions hold
     best = drop_columns(calibration, drop) if best is old else best
-    outputs_and_values = [p.name for p in calibration.projections] + [v.name for v in calibration.values.values()]
-    if set(best.by_module) - set(outputs_and_values):
-        notes.append(f"The last step moved {len(best.by_module)} linear layers.")
     notes += [ALL_FITTED] if best.others else []
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None, narrow=None)
 
