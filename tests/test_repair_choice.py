@@ -355,6 +355,7 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("headprune.repairing.gauss_newton._MOST", 1 << 20)
     if kind == 4:  # little room: coordinates are chosen by the first batch that is seen
         monkeypatch.setattr("headprune.repairing.gauss_newton._MOST_KEPT", 1)
+        monkeypatch.setattr("headprune.repairing.gauss_newton._MOST_HELD", 1)  # and examples run one by one
     elif kind == 2:  # one direction: more coordinates, and a strength that all answers choose
         monkeypatch.setattr("headprune.repairing.gauss_newton._MOST", 1)
         monkeypatch.setattr("headprune.repairing.gauss_newton._MOST_TRIED", 1)

@@ -13,7 +13,7 @@ swapping halves of small images made repair worse, and a language model, not tra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +251,20 @@ class DenseAnswers:
     def count(self) -> int:
         """Number of directions along which an example's answer is fitted."""
         return self.noise[0].shape[2]
+
+    def cut(self, most: int) -> DenseAnswers:
+        """The same in batches of at most ``most`` examples."""
+        runners: list[Runner] = []
+        batches: list[Any] = []
+        for runner, batch, own in zip(self.runners, self.batches, self.known, strict=True):
+            cuts = range(0, len(own), most)
+            runners += [runner] * len(cuts)
+            whole = len(cuts) == 1
+            batches += [batch if whole else runner.rows.take(batch, range(at, min(at + most, len(own)))) for at in cuts]
+        known, noise = (
+            [part for each in parts for part in torch.split(each, most)] for parts in (self.known, self.noise)
+        )
+        return replace(self, runners=runners, batches=batches, known=known, noise=noise)
 
 
 def dense_answers(*runners: Runner) -> DenseAnswers | str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headprune.errors import HeadPruneError
-from headprune.inputs import doubled, gathered
+from headprune.inputs import doubled, gathered, tensors
 from headprune.repairing.examples import DenseAnswers, logits_by_example
 from headprune.repairing.layers import downhill
 from headprune.repairing.projections import LinearLayer, at
@@ -127,6 +127,7 @@ _GAIN = 0.999  # a step must lower the error below this share of the old one: le
 _ROUNDED = 1e-2  # strengths below it need float64
 _MOST_TRIED = 1024  # rows that strengths are compared on, where an example has several
 _ROWS_AT_ONCE, _COORDINATES_AT_ONCE = 256, 4096  # that are converted to float64 at once
+_MOST_HELD = 1 << 29  # bytes of inputs, outputs and slopes of the examples that run at once
 _MOST_KEPT = 1 << 28  # bytes of inputs and slopes from which coordinates are chosen: some hundred examples suffice
 
 Places = Mapping[str, tuple[LinearLayer, Tensor]]
@@ -145,7 +146,7 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
     Returns:
         None if no strength does better than no change on left-out examples.
     """
-    before, residuals, gradients, coordinates = _system(answers, places)
+    before, residuals, gradients, coordinates = _system(answers.cut(_most_at_once(answers, places)), places)
     if not bool(residuals.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
         return None
     solution = kernel_ridge(gradients, residuals, answers.left_out)
@@ -163,6 +164,20 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
     facts = AnswersRepair(before, held_out, strength, len(residuals))
     others = int((answers.folds == 1).sum()) if answers.others else 0
     return AnswersStep(weights_of(coordinates.matrices(change), places), facts, on_fold, others)
+
+
+def _most_at_once(answers: DenseAnswers, places: Places) -> int:
+    """How many examples' inputs, outputs and slopes of all layers take `_MOST_HELD`, by one that is as long as any."""
+    lengths = [
+        max(t.numel() for t in tensors(b)) / len(known) for b, known in zip(answers.batches, answers.known, strict=True)
+    ]
+    longest = lengths.index(max(lengths))
+    runner = answers.runners[longest]
+    one = runner.rows.take(answers.batches[longest], [0])
+    seen = runner.slopes_of(one, places, lambda output: [logits_by_example(runner, output, one).sum()])
+    size = sum(4 * (x.numel() + (1 + answers.count) * y.numel()) for calls in seen.values() for x, y, _ in calls)
+    runner.count(3)
+    return max(1, _MOST_HELD // max(1, size))
 
 
 def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tensor, Coordinates]:
@@ -328,6 +343,8 @@ def joined(
 ) -> tuple[Tensor, Tensor]:
     """A projection's calls joined: kept inputs ``[examples, tokens, in]``, with an appended 1 for a bias, and slopes
     ``[directions, examples, tokens, out]``."""
+    if not calls:
+        raise HeadPruneError("a layer does not run on every example.")
     if any(y[..., 0].numel() % examples for _, y, _ in calls):
         raise HeadPruneError("tokens cannot be told apart by example.")
     wide = torch.float64 if calls[0][0].dtype == torch.float64 else torch.float32

@@ -30,7 +30,7 @@ def movable_linears(runner: Runner, layers: Layers, most: int | None = None) -> 
     as in a mixture of experts.
 
     Args:
-        most: If they have more weights than that, none is taken.
+        most: If they have more weights than that, none is taken; nor if what goes through them in a batch does not fit. None: batches can be cut.
     """
     model, room, found = runner.model, _MOST // _COPIES, list[LinearLayer]()
     # What cannot be refitted keeps its weights, as its note says.
@@ -49,7 +49,9 @@ def movable_linears(runner: Runner, layers: Layers, most: int | None = None) -> 
             room -= sizes[name]
             if room >= 0:
                 found.append(_linear(name, modules[name], layers))
-    apart = _apart(runner, found) if found else set()
+    apart = _apart(runner, found) if found else {}
+    if most is not None and max(map(runner.rows.size, runner.batches)) * sum(apart.values()) > _MOST:
+        return []
     return [linear for linear in sorted(found, key=lambda each: [*modules].index(each.name)) if linear.name in apart]
 
 
@@ -78,8 +80,9 @@ def _nearest(name: str, layers: Layers) -> AttentionLayer:
     return max(layers, key=shared)
 
 
-def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> set[str]:
-    """The names of those that give ``x W + b``, and whose rows each belong to one example: runs of one and of several examples show it."""
+def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> dict[str, int]:
+    """The names of those that give ``x W + b``, and whose rows each belong to one example, as runs of one and of several examples show;
+    and the bytes of one example's inputs, outputs and slopes there."""
     batch = max(runner.batches, key=runner.rows.size)
     size = min(runner.rows.size(batch), _EXAMPLES)
 
@@ -97,7 +100,7 @@ def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> set[str]:
     except Exception as error:  # answers may not be differentiable, and a model may raise anything
         if is_out_of_memory(error):
             raise
-        return set()
+        return {}
 
     def is_apart(linear: LinearLayer) -> bool:
         one, several = alone[linear.name], together[linear.name]
@@ -112,4 +115,8 @@ def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> set[str]:
                 return False
         return True
 
-    return {linear.name for linear in linears if is_apart(linear)}
+    return {
+        linear.name: sum(4 * (x.numel() + 3 * y.numel()) for x, y, _ in alone[linear.name])
+        for linear in linears
+        if is_apart(linear)
+    }
