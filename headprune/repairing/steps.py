@@ -66,13 +66,13 @@ class Step:
 
 
 def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
-    """Move all linear layers (or if that fails, the output projections that lose heads) towards the dense model's answers,
+    """Move all linear layers (or if that fails or gains nothing, the output projections that lose heads) towards the dense model's answers,
     from the weights ``start``."""
     answers, _ = calibration.answers
     if isinstance(answers, str) and not calibration.several:
         return answers
     outputs = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
-    # The smaller system is left for where the larger one fails.
+    # The smaller system is left for where the larger one fails, or gains nothing.
     others = {p.name: (p, p.kept(drop)) for p in calibration.linears}
     systems = ({**others, **outputs}, outputs) if others else (outputs,)
     result: RepairWeights | LeftOut = NO_GAIN
@@ -86,7 +86,9 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
                 else:
                     with calibration.applied(wide.by_module, drop):
                         step = gauss_newton(answers, places)
-            return NO_GAIN if step is None else wide.moved(step)
+            if step is not None:
+                return wide.moved(step)
+            result = NO_GAIN
         except HeadPruneError as error:
             result = f"{NOT_FITTED}: {error.args[0]}"
         except (RuntimeError, MemoryError) as error:
