@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.divergence import Fidelity
-from headprune.repairing.steps import ALL_FITTED
+from headprune.repairing.steps import ALL_FITTED, best_length
 from tests.support import brute, cases
 from tests.support.checks import hooks, same, state
 from tests.support.errors import refuses
@@ -828,3 +828,25 @@ def test_few_tokens_move_w_o_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         mended, done = brute.repaired(model, drop, example, values=False)
         assert any(t.step == "answers" and t.kept for t in done.trials)
         assert any("mlp" in name for name in changed(model, mended)) == more
+
+
+def test_it_is_not_said_that_layers_moved_that_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many answers come nearer by W_O alone."""
+    (model, _), example = brute.model_of("llama"), text(40, 9, seed=1)
+    drop, lengths = (
+        brute.some_heads(hp.find_attention(model, example)),
+        [0.0],
+    )  # of all layers: a step that gains nothing
+
+    def told(error: Any, before: float) -> float:
+        length = lengths.pop() if lengths else best_length(error, before)
+        error(length)
+        return length
+
+    monkeypatch.setattr("headprune.repairing.steps._AGAIN_TOKENS", 0)
+    monkeypatch.setattr("headprune.repairing.steps.best_length", told)
+    mended, done = brute.repaired(model, drop, example, values=False)
+    assert (done.trials[-1].step, done.trials[-1].kept) == ("answers", True)
+    layers = [a for a in hp.find_attention(model, example) if drop.get(a.name)]
+    assert changed(model, mended) == {a.output_projection.module for a in layers if a.output_projection}
+    assert not any("linear layers" in note for note in done.notes)

@@ -239,7 +239,6 @@ class RepairWeights:
             others=step.others,
             on_fold=lambda fold: self._plus(step.on_fold(fold), part),
             with_part=partial(self.moved, step),
-            narrow=None if step.narrow is None else partial(self.moved, step.narrow),
         )
 
     def _plus(self, changes: Changes, part: float) -> RepairWeights:

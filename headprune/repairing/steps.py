@@ -87,7 +87,8 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
                     with calibration.applied(wide.by_module, drop):
                         step = gauss_newton(answers, places)
             if step is not None:
-                return wide.moved(step)
+                narrow = None if step.narrow is None else partial(start.moved, step.narrow)
+                return replace(wide.moved(step), narrow=narrow)
             result = NO_GAIN
         except HeadPruneError as error:
             result = f"{NOT_FITTED}: {error.args[0]}"
@@ -161,7 +162,7 @@ def checked_repair(
     Args:
         drop: ``{layer_name: [head, ...]}``.
         choose: On other examples than the fit's. A decision takes one pass, or two if a part of a step is tried; where an example has many
-            answers, some six (`best_length`).
+            answers, some six for each form of the step (`best_length`).
         steps: In the order in which they are made.
     """
     if not calibration.losing(drop):
