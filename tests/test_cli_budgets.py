@@ -125,7 +125,7 @@ def test_what_was_repaired_is_told(scored: Path, monkeypatch: pytest.MonkeyPatch
     assert all(f["after"] <= f["before"] + 1e-9 for f in repair["layers"].values())
     assert repair["answers"]["held_out"] < repair["answers"]["before"]
     assert "repaired layer by layer only" in text
-    assert "Repair fits the kept heads' weights by least squares, on the" in text
+    assert "Repair fits the weights that stay by least squares, on the" in text
     run("prune", "-k", 4, "-s", "one-shot", "-m", "gradient", "--no-repair", "-o", "plain", "--scores", scored, "-q")
     assert budget_of(Path("plain"))["repair"] is None
     assert "Repair fits" not in Path("plain/report.md").read_text()
