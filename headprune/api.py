@@ -108,15 +108,17 @@ def search(
         A plan for each of ``keep``, then for each of ``budgets``. They are nested: one with fewer heads has no others.
 
     Raises:
-        HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, or no examples.
+        HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, no examples, or a batch
+            that the model does not run on.
     """
     check_weights(model)
     given = nonempty(listed(batches), "search with")
+    choose = None if choose is None else listed(choose, "choose")
     layers = layers_for(model, layers, batches=given)
     wanted = budgets_of(keep, budgets, maskable_of(model, layers))
     protect = protect if isinstance(protect, str) else ",".join(protect)
     options = SearchOptions(wanted, strategy, protect, min_heads_per_layer, repair, effort, seed)
-    with torch.inference_mode(False), together(accelerator, model, given):
+    with torch.inference_mode(False), together(accelerator, model, given, choose or ()):
         result = _search(model, layers, given, choose, options, scores, loss_fn, distil, CallbackConsole(progress))
     return [fit.plan for fit in result.fits]
 

@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from headprune.attention import Layers
-from headprune.batches import is_empty
-from headprune.errors import HeadPruneError
+from headprune.batches import is_empty, is_out_of_memory
+from headprune.errors import HeadPruneError, first_line
 from headprune.fingerprint import fingerprint
-from headprune.inputs import Example, inputs_of, tensors
+from headprune.inputs import Example, call, inputs_of, model_device, move, tensors, too_long
 from headprune.parallel import Ranks, accelerator_ranks
 from headprune.plans import PruningPlan
+from headprune.running import quiet
 from headprune.store import digest
 from headprune.trace import find_attention
 
@@ -61,22 +63,52 @@ def given_to_choose(choose: Iterable[Any], batches: Sequence[Any]) -> list[Any]:
 
 
 @contextmanager
-def together(accelerator: Accelerator | None, model: nn.Module, batches: Sequence[Any]) -> Iterator[Ranks]:
+def together(
+    accelerator: Accelerator | None, model: nn.Module, batches: Sequence[Any], choose: Sequence[Any] = ()
+) -> Iterator[Ranks]:
     """Share the work on a model among an Accelerator's processes while the context lasts; None changes nothing.
 
     Args:
-        batches: All batches, on every process.
+        batches, choose: All batches, on every process.
 
     Raises:
-        HeadPruneError: The processes were given different models or batches, or the model is wrapped in DistributedDataParallel.
+        HeadPruneError: The processes were given different models or batches, the model is wrapped in DistributedDataParallel, or does not
+            run on a batch.
     """
     if accelerator is not None and isinstance(model, nn.parallel.DistributedDataParallel):
         raise HeadPruneError("The model is wrapped for several processes.", "Pass accelerator.unwrap_model(model).")
     with accelerator_ranks(accelerator) as ranks:
         if accelerator is not None:
             ranks.agree("a model", lambda: fingerprint(model))
-            ranks.agree("batches", lambda: content_of(batches))
-        yield ranks
+            ranks.agree("batches", lambda: content_of([*batches, *choose]))
+        try:
+            yield ranks
+        except HeadPruneError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                _check_each(model, batches, "batches")
+                _check_each(model, choose, "choose")
+            raise
+
+
+def _check_each(model: nn.Module, batches: Sequence[Any], name: str) -> None:
+    """Run the model on each batch.
+
+    Raises:
+        HeadPruneError: It does not run on one.
+    """
+    device = model_device(model)
+    for i, batch in enumerate(batches):
+        if is_empty(batch):
+            continue
+        try:
+            with quiet(model), torch.no_grad():
+                call(model, move(inputs_of(model, batch), device))
+        except Exception as error:
+            what = f"{type(error).__name__}: {first_line(error)}"
+            message = f"The model does not run on batch {i} of {name}= (from 0): {what}."
+            raise HeadPruneError(message, f"Check what its examples hold{too_long(model, batch)}.") from error
 
 
 def content_of(batches: Sequence[Any]) -> str:

@@ -48,6 +48,7 @@ class Measurement:
         tokens: ``[examples]``, labelled tokens; 1 where the loss is ``loss_fn``, or the model's own and not a mean over labels.
         jackknife: Of every metric that was asked for, its values without some examples.
         texts: The model's answer to each example, where they are texts.
+        guesses: Of the metrics that were asked for, those of a model that knows nothing, where that is known (`Metric.guess`).
     """
 
     metrics: dict[str, float]
@@ -56,6 +57,7 @@ class Measurement:
     tokens: np.ndarray
     jackknife: dict[str, Jackknife] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
+    guesses: dict[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -152,7 +154,8 @@ def evaluate(
     """
     asked = _asked(metrics)
     device, losses = model_device(model), ExampleLoss(model, loss_fn)
-    kept = [move(batch, device) for batch in nonempty(listed(batches), "evaluate on")]
+    given = listed(batches)
+    kept = [move(batch, device) for batch in nonempty(given, "evaluate on")]
 
     def outcome_of(batch: Any, first: int) -> tuple[Any, ...]:
         outcome = losses.outcome(batch)
@@ -162,7 +165,7 @@ def evaluate(
         written = texts.read(model, batch, first) if texts else []
         return outcome.loss.cpu().double(), outcome.tokens.cpu(), *copies, written
 
-    with together(accelerator, model, kept), quiet(model, exact=False, attributes=False), torch.inference_mode():
+    with together(accelerator, model, given), quiet(model, exact=False, attributes=False), torch.inference_mode():
         with uncompiled():  # otherwise single examples would each cause a compilation
             prepared = losses.prepare(kept)
         starts = accumulate(map(losses.rows.size, prepared), initial=0)
@@ -173,8 +176,10 @@ def evaluate(
         raise _not_given(model, name)
     answers = _answers(model, losses.use.convention, *read) if asked else Answers("", (), ())
     for metric in asked:
-        measured = metric.measure(_in_texts(measurement.texts, texts) if texts and metric.takes_texts else answers)
-        measurement.metrics[metric.name], measurement.jackknife[metric.name] = measured
+        own = _in_texts(measurement.texts, texts) if texts and metric.takes_texts else answers
+        measurement.metrics[metric.name], measurement.jackknife[metric.name] = metric.measure(own)
+        if (guess := metric.guess(own)) is not None:
+            measurement.guesses[metric.name] = guess
     return measurement
 
 

@@ -403,3 +403,25 @@ def test_what_is_no_model_is_said(name: str, tmp_path: Path) -> None:
     for wrong, says in (("gpt2", "The model is a str.*from_pretrained"), (pipeline, "pipeline.model")):
         with pytest.raises(hp.HeadPruneError, match=says), contextlib.ExitStack() as stack:
             stack.enter_context(function(wrong, **given))  # only a mask would be one, and none comes so far
+
+
+@pytest.mark.parametrize("place", ["batches", "choose"])
+@pytest.mark.parametrize("name", ["repair", "search", "evaluate"])
+def test_the_batch_that_a_model_does_not_run_on_is_named(name: str, place: str) -> None:
+    subject = bert()
+    bad = {k: v.clone() for k, v in subject.others[0].items()}
+    bad["input_ids"][1, 2] = 10**6  # a token that it does not have
+    given = {"batches": subject.batches[:2], "choose": subject.others}
+    given[place] = [*given[place], bad]
+    number, before = len(given[place]) - 1, state(subject.model)
+    calls: dict[str, Callable[[], Any]] = {
+        "repair": lambda: hp.repair(subject.model, {"L0": [1]}, given["batches"], choose=given["choose"]),
+        "search": lambda: hp.search(
+            subject.model, given["batches"], [4], choose=given["choose"], strategy="compensated"
+        ),
+        "evaluate": lambda: hp.evaluate(subject.model, given[place]),
+    }
+    of = "batches" if name == "evaluate" else place
+    with pytest.raises(hp.HeadPruneError, match=f"does not run on batch {number} of {of}="):
+        calls[name]()
+    assert same(subject.model, before)

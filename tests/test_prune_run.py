@@ -99,6 +99,9 @@ def test_later_budgets_need_no_search(scored: Path, here: Path, monkeypatch: pyt
     ("words", "lengths", "metric", "guessing"),
     [
         (7, [9, 36], "accuracy", 2 / 3),
+        (7, [9, 36], "f1_macro", 0.4),  # always 1: F1 of class 1 is 0.8, of class 0 it is 0
+        (7, [9, 36], "average_precision", 2 / 3),  # the share of class 1
+        (15, [17, 64], "neg_mean_squared_error", -2 / 9),
         (14, [16, 32], "loss", math.log(3) - 2 / 3 * math.log(2)),  # the entropy of labels of which two thirds are 1
         (15, [17, 64], "loss", 2 / 9),  # the variance of numbers of which two thirds are 1
         (28, [30], "perplexity", 3 / 2 ** (2 / 3)),  # once the vocabulary's size, though the model gives two classes

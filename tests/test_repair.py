@@ -24,13 +24,14 @@ from headprune.repairing import (
     examples,
     fit_layers,
     gauss_newton,
+    kronecker,
     runner,
     steps,
 )
 from headprune.repairing import layers as layer_steps
 from headprune.repairing.examples import probe_of
 from headprune.repairing.gauss_newton import choose_coordinates
-from headprune.repairing.steps import ALL_FITTED, best_length, better, refit_answers
+from headprune.repairing.steps import ALL_FITTED, best_length, better, drop_columns, refit_answers
 from tests.support import brute
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, noise
@@ -609,6 +610,7 @@ def test_coordinates_are_what_gradients_are_longest_along() -> None:
     ([100.0] + [1.0] * 199, [0.0] + [1.2] * 199, True),  # the mean falls by one example: with many, it decides
     ([100.0] + [1.0] * 49, [0.0] + [1.2] * 49, False),  # with few, so much by one alone may be chance
     ([1.5] * 8, [40.0] + [0.7] * 7, False),  # seven gain, and one is lost: the mean decides
+    ([4.0], [1.0], False),  # one alone says nothing about chance
 ])  # fmt: skip
 def test_what_counts_as_better(before: list[float], after: list[float], kept: bool) -> None:
     assert better(torch.tensor(before).double(), torch.tensor(after).double()) is kept
@@ -806,6 +808,30 @@ def test_many_answers_come_nearer_on_other_texts(name: str, joint: bool) -> None
         moved.append(torch.cat(own).flatten())
     length = -slope / curvature / len(steps)
     torch.testing.assert_close(torch.cat(moved), length * torch.cat(steps), rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_slopes_of_all_linear_layers_add_up_to_their_gradients(tied: bool) -> None:
+    """Where the decoder's texts are as long as the encoder's, but end elsewhere: cross-attention's keys are of the encoder's tokens."""
+    (model, _), example = brute.model_of("t5"), text(6, 9, decoder=9)
+    if not tied:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    example["decoder_attention_mask"] = example["attention_mask"].flip(0)
+    layers = hp.find_attention(model, example)
+    drop = brute.some_heads(layers)
+    found = calibrate(model, layers, [example], values=False)
+    dense, real = brute.logits(model, example), example["decoder_attention_mask"] != 0
+    start = drop_columns(found, drop)
+    places = {p.name: (p, p.kept(drop)) for p in found.linears}
+    with torch.no_grad():
+        sums, _ = kronecker._Look(found, drop, start, places, found.runner)._sums([0])
+    with found.applied(start.by_module, drop):
+        now = brute.run(model, example).logits.log_softmax(-1)
+        (dense.softmax(-1) * (dense.log_softmax(-1) - now))[real].sum().backward()
+    assert ("lm_head" in places) != tied
+    for module, (_, kept) in places.items():
+        gradient: Any = model.get_submodule(module).weight.grad
+        torch.testing.assert_close(sums[module].xg.sum(0)[: len(kept)], gradient.T[kept])
 
 
 @pytest.mark.parametrize("joint", [False, True])

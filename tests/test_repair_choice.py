@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.divergence import Fidelity
+from headprune.repairing import calibrate
 from headprune.repairing.steps import ALL_FITTED, best_length
 from tests.support import brute, cases
 from tests.support.checks import hooks, same, state
@@ -596,6 +597,21 @@ class Tripled(Attention):
         self.o.register_forward_hook(lambda module, args, out: 3 * out)
 
 
+class Paired(nn.Linear):
+    """As in Megatron, where the second is a bias that was not added."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+class PairedOutput(Attention):
+    def build(self) -> None:
+        self.o = Paired(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.attend(x))[0]
+
+
 class SharedOutput(nn.Module):
     """Two attention modules of PyTorch's own with the same output weight, which stand-ins hide."""
 
@@ -612,7 +628,7 @@ class SharedOutput(nn.Module):
 @pytest.mark.parametrize(("kind", "notes", "why"), [
     (Pair, 2, "shares them with another module"), (SharedOutput, 2, "shares them with another module"),
     (Adapted, 0, ""), (Bare, 1, "it has no output projection"), (Attention, 1, "no plain linear layer"),
-    (Tripled, 2, "does more than"),
+    (Tripled, 2, "does more than"), (PairedOutput, 2, "does more than"),
 ])  # fmt: skip
 def test_weights_that_are_not_w_o_s_alone_stay(kind: Any, notes: int, why: str) -> None:
     """Shared ones, an adapter's wrapper (what it wraps is refitted), none, and parametrised ones."""
@@ -783,15 +799,17 @@ def test_repaired_pruned_saved_loaded_and_again(name: str, drop: Any, tmp_path: 
 
 
 class Varied(nn.Module):
-    """Has linear layers of every kind: an expert for some tokens, tokens before examples, shared weights, one that nobody reads."""
+    """Has linear layers of every kind: an expert for some tokens, tokens before examples, shared weights, one that nobody reads, a pair."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = Attention()
-        kinds = ("dense", "expert", "turned", "twin", "other", "unread")
+        kinds = ("dense", "expert", "turned", "twin", "other", "unread", "named")
         for name in kinds:
             setattr(self, name, nn.Linear(WIDTH, WIDTH))
         self.other.weight = self.twin.weight
+        self.name = self.named.weight
+        self.pair = Paired(WIDTH, WIDTH)
         self.answer = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -800,6 +818,7 @@ class Varied(nn.Module):
         chosen = x[..., 0] > 0
         x = x + torch.zeros_like(x).masked_scatter(chosen[..., None], self.expert(x[chosen])) / 4
         self.unread(x)
+        x = x + self.pair(x)[0] / 4 + self.named(x).relu() @ self.name / 4
         answer: Tensor = self.answer((x + self.twin(x) / 4 + self.other(x) / 4).mean(1))
         return answer
 
@@ -818,6 +837,41 @@ def test_the_last_step_moves_the_linear_layers_that_have_one_example_a_row(monke
     assert changed(model, mended) == {"attention.qkv", "attention.o", "dense", "answer"}
     monkeypatch.setattr("headprune.repairing.linears._MOST", 0)  # room for W_O alone
     assert changed(model, brute.repaired(model, {"attention": [1, 2]}, examples, **given)[0]) == {"attention.o"}
+
+
+def test_batches_of_one_do_not_hide_that_rows_are_not_one_example_each() -> None:
+    """Where the choosing examples, which are fitted to as well, come several at once."""
+    model, (fitted, others) = randomise(Varied()).double(), noise(100, 6, WIDTH).double().split([40, 60])
+    found = calibrate(model, hp.find_attention(model, fitted), fitted.split(1), others=[others])
+    assert {linear.name for linear in found.linears} == {"attention.qkv", "attention.o", "dense", "answer"}
+
+
+def test_a_linear_layer_of_a_vector_does_not_move() -> None:
+    """Which is no row of any example; not even where a batch has one, and every token has an answer."""
+
+    class OfVector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.dense, self.answer = Attention(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+            self.vector = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            answer: Tensor = self.answer(x + self.attention(x) + self.dense(self.vector))
+            return answer
+
+    model, every = randomise(OfVector()).double(), noise(100, 6, WIDTH).double().split(1)
+    mended, done = brute.repaired(model, {"attention": [1, 2]}, *every[:40], choose=every[40:])
+    assert any(t.step == "answers" and t.kept for t in done.trials)
+    assert changed(model, mended) == {"attention.qkv", "attention.o", "answer"}
+
+
+def test_queries_of_no_head_do_not_count_as_moved() -> None:
+    (model, _), example = brute.model_of("bert"), text(100, 9, seed=1)
+    first = hp.find_attention(model, example)[0]
+    mended, done = brute.repaired(model, {first.name: list(range(first.num_heads))}, example, values=False)
+    moved = changed(model, mended)
+    assert not any(name.startswith(first.name) for name in moved)
+    assert f"The last step moved {len(moved)} linear layers." in done.notes
 
 
 def test_few_tokens_move_w_o_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -490,9 +490,11 @@ def test_what_was_changed_beside_the_removal_and_where_it_was_timed(report: Any)
         ({}, "worsens the accuracy: "), ({"repair": repaired()}, f"accuracy, {refitted} (repair, without training): accuracy"),
         ({"repair": repaired(), "finetune": TRAINED}, f"accuracy, {refitted} and the smaller model trained again: accuracy"),
         ({"repair": repaired(layers={}), "finetune": TRAINED}, "accuracy, with the smaller model trained again: accuracy"),
+        ({"repair": repaired(layers={}), "finetune": {**TRAINED, "best": 0}}, "worsens the accuracy: "),
     ):  # fmt: skip
         data["budgets"][0] |= changes
         assert words in report(data).split("**")[1]
+    assert "none was better than the weights before training, so these are kept" in report(data)
     row = data["latency"]["rows"][0]
     shapes = [(1, 9), (32, 36), (32, 9), (1, 36)]  # the largest batch, at the usual length
     data["latency"]["rows"] = [{**row, "batch": batch, "length": length} for batch, length in shapes]

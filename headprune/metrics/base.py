@@ -50,6 +50,24 @@ class Answers:
         probabilities = None if self.probabilities is None else self.probabilities[rows]
         return Answers(self.form, predictions, references, probabilities, self.classes)
 
+    def constant(self) -> Answers:
+        """Those of a model that gives every example the same answer: the most frequent label (of several at once, of each; of tokens, of all)
+        with the labels' shares as probabilities, or the mean of numbers."""
+        probabilities = None
+        if self.form == TAGS:
+            most = np.bincount(np.concatenate([*self.references])).argmax()
+            return Answers(self.form, [np.full_like(own, most) for own in self.references], self.references)
+        if self.form == LABELS:
+            classes = 0 if self.probabilities is None else self.probabilities.shape[1]
+            probabilities = np.bincount(self.references, minlength=classes) / len(self)
+            answer: Any = int(probabilities.argmax())
+        else:
+            answer = np.mean(self.references, axis=0)
+            if self.form == SEVERAL:
+                probabilities, answer = answer, (answer > 0.5).astype(int)
+        every = None if probabilities is None else np.tile(probabilities, (len(self), 1))
+        return Answers(self.form, [answer] * len(self), self.references, every, self.classes)
+
 
 @dataclass(frozen=True)
 class Jackknife:
@@ -143,6 +161,18 @@ class Metric:
         if not np.isfinite(value):
             raise self._undefined(len(answers), f"it is {value}")
         return value, self.jackknife(without)
+
+    def guess(self, answers: Answers) -> float | None:
+        """The value for a model that knows nothing: `chance`, or that of a constant answer (`Answers.constant`); None if that has none."""
+        if self.chance is not None or answers.form not in (LABELS, SEVERAL, TAGS, NUMBERS):
+            return self.chance
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                value = float(self.score(answers.constant()))
+            except Exception:  # a metric may be anyone's function
+                return None
+        return value if np.isfinite(value) else None
 
     def jackknife(self, without: np.ndarray) -> Jackknife:
         """The metric's values without some examples, ``[groups]``, with its scale."""

@@ -82,7 +82,8 @@ def repair(
         The `Repair`: `Repair.trials` say how every step did on examples that it was not fitted to.
 
     Raises:
-        HeadPruneError: An unknown layer or head, a plan for another model, a ridge that is not above 0, or no examples.
+        HeadPruneError: An unknown layer or head, a plan for another model, a ridge that is not above 0, no examples, or a batch
+            that the model does not run on.
     """
     check_weights(model)
     if ridge is not None and not ridge > 0:
@@ -93,7 +94,7 @@ def repair(
     others = None if choose is None else given_to_choose(choose, batches)
     drop, before = check_heads(heads_of(plan), layers), (identity(model), getattr(plan, "model", ""))
     fits = ridge != math.inf
-    with torch.inference_mode(False), together(accelerator, model, [*batches, *(others or ())]):
+    with torch.inference_mode(False), together(accelerator, model, batches, others or ()):
         calibration = calibrate(
             model, layers, batches, values=values and fits, mixtures=mixtures and fits, biases=biases,
             others=others or (), ridge=ridge, progress=progress,

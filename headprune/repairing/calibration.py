@@ -226,7 +226,7 @@ class Calibration:
         # By K-FAC, more weights than that fit noise: with ten times as many, SmolLM2's other layers gained nothing.
         most = WEIGHTS_OF_TOKEN * self.runner.tokens(self.runner.batches) if self.several else None
         with torch.inference_mode(False):
-            return movable_linears(self.runner, self.layers, most)
+            return movable_linears(self.runner, self.layers, most, () if self.several else self.others)
 
     @property
     def several(self) -> bool:
@@ -238,6 +238,11 @@ class Calibration:
     def _dense_weights(self) -> NewWeights:
         outputs = {p.name: p.dense for p in (*vars(self).get("linears", ()), *self.projections)}
         return outputs | {v.name: (v.weight, v.bias) for v in self.values.values()}
+
+    def changes(self, name: str, new: tuple[Tensor, Tensor | None]) -> bool:
+        """Whether a module's new weights are not the dense ones."""
+        pairs = zip(new, self._dense_weights[name], strict=True)
+        return any(now is not None and (was is None or not torch.equal(now.to(was), was)) for now, was in pairs)
 
     def write(self, weights: NewWeights) -> None:
         """Write weights into the model; if a bias is None and the dense model has none, an added one is removed."""
@@ -365,10 +370,15 @@ def _sum_moments(runner: Runner, directions: Directions, progress: Progress | No
     return sums
 
 
-def folds_of(x: Tensor, runner: Runner, index: int, kind: str) -> list[Tensor]:
-    """Indices of a batch's tokens without padding, by fold; examples alternate between the folds."""
+def folds_of(x: Tensor, runner: Runner, index: int, kind: str, slope: Tensor | None = None) -> list[Tensor]:
+    """Indices of a batch's tokens without padding, by fold; examples alternate between the folds.
+
+    Tokens with a ``slope`` count in any case: the keys of cross-attention are of the encoder's tokens, for example, not of the decoder's.
+    """
     batch = runner.everything[index]
     real = runner.real(x, batch, kind)
+    if real is not None and slope is not None:
+        real = real | slope.flatten(0, -2).any(-1)
     rows, tokens, size = x.shape[0], x.shape[:-1], runner.rows.size(batch)
     if runner.examples == 1:  # its tokens alternate between the folds
         fold = torch.arange(tokens.numel()) % FOLDS

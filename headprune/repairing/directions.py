@@ -295,9 +295,9 @@ def refittable_outputs(runner: Runner) -> set[str]:
     """
     linear = {p.name: p for p in runner.projections}
 
-    def on_output(name: str, x: Tensor, y: Tensor) -> None:
-        own = linear.get(name)
-        if own and y.isfinite().all() and not close(x @ own.weight.to(x) + own.bias.to(x), y):
+    def on_output(name: str, x: Tensor, y: Any) -> None:
+        own, is_tensor = linear.get(name), isinstance(y, Tensor)
+        if own and not (is_tensor and (not y.isfinite().all() or close(x @ own.weight.to(x) + own.bias.to(x), y))):
             del linear[name]  # what is not finite is told later
 
     with runner.deterministic_eval():

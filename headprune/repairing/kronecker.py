@@ -252,7 +252,7 @@ class _Look:
         for name, calls in seen.items():
             for x, _, (slope, *random) in calls:
                 place, kept = self.places[name]
-                for fold, own in enumerate(folds_of(x, self.runner, index, place.layers[0].kind)):
+                for fold, own in enumerate(folds_of(x, self.runner, index, place.layers[0].kind, slope)):
                     x_, g, *rest = (t.reshape(-1, t.shape[-1])[own] for t in (x, slope, *random))
                     sums[name].add(fold, x_[:, kept.to(x.device)], g, rest)
         return divergences[0]

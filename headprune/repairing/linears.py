@@ -23,7 +23,9 @@ _EXAMPLES = 8  # on which layers are looked at
 _COPIES = 28  # bytes for each weight: the dense one, the step's sums and changes, the weights tried and kept
 
 
-def movable_linears(runner: Runner, layers: Layers, most: int | None = None) -> list[LinearLayer]:
+def movable_linears(
+    runner: Runner, layers: Layers, most: int | None = None, others: Sequence[Any] = ()
+) -> list[LinearLayer]:
     """The model's linear layers, as many as fit into memory (the smallest first), in its order. The model must be dense now.
 
     Left out are those on which the answers do not depend, and those whose rows are not known to belong to one example each,
@@ -31,7 +33,9 @@ def movable_linears(runner: Runner, layers: Layers, most: int | None = None) -> 
 
     Args:
         most: If they have more weights than that, none is taken; nor if what goes through them in a batch does not fit. None: batches can be cut.
+        others: Batches of further examples, whose rows must belong to one example each, too.
     """
+    runner = _of_several(runner, others)
     model, room, found = runner.model, _MOST // _COPIES, list[LinearLayer]()
     # What cannot be refitted keeps its weights, as its note says.
     kept = {own.output_projection.module for own in layers if own.output_projection} - {
@@ -55,6 +59,18 @@ def movable_linears(runner: Runner, layers: Layers, most: int | None = None) -> 
     return [linear for linear in sorted(found, key=lambda each: [*modules].index(each.name)) if linear.name in apart]
 
 
+def _of_several(runner: Runner, others: Sequence[Any]) -> Runner:
+    """The runner; or one of the others, if only they have batches of several examples, which show whose a row is."""
+    if not others or max(map(runner.rows.size, runner.batches)) > 1:
+        return runner
+    try:
+        return Runner(runner.model, runner.projections, others)
+    except Exception as error:  # others may have another form; then they are not fitted to
+        if is_out_of_memory(error):
+            raise
+        return runner
+
+
 def _linear(name: str, module: Any, layers: Layers) -> LinearLayer:
     """With copies of the weights, which will change."""
     held, own = value_of(module, "weight").detach(), module.bias is not None
@@ -69,7 +85,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _nearest(name: str, layers: Layers) -> AttentionLayer:
-    """The attention layer whose module's name has the longest start in common."""
+    """The attention layer whose module's name has the longest start in common; of several, the last one."""
     own = name.split(".")
 
     def shared(layer: AttentionLayer) -> int:
@@ -77,7 +93,7 @@ def _nearest(name: str, layers: Layers) -> AttentionLayer:
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, layer.module.split("."), strict=False))
         )
 
-    return max(layers, key=shared)
+    return max(reversed(layers), key=shared)  # a head comes last
 
 
 def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> dict[str, int]:
@@ -111,7 +127,7 @@ def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> dict[str, int]:
                 own = slope.reshape(size, -1)
                 if not own[i].any() or own.count_nonzero() > own[i].count_nonzero():
                     return False
-            if not close(x @ linear.weight.to(x) + linear.bias.to(x), y):
+            if x.ndim < 2 or not close(x @ linear.weight.to(x) + linear.bias.to(x), y):
                 return False
         return True
 

@@ -216,11 +216,13 @@ def output_projections(model: nn.Module, layers: Layers, notes: list[str], biase
 
 
 def owners_of_weights(model: nn.Module, all_names: bool = True) -> Mapping[object, Sequence[str]]:
-    """The modules that hold a weight, by its storage; by ``all_names`` that a module has, or the first one."""
+    """The modules that hold a weight or another parameter, by its storage; by ``all_names`` that a module has, or the first one."""
     owners: dict[object, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=not all_names):
         if isinstance(getattr(module, "weight", None), Tensor):
             owners.setdefault(_storage_of(module), []).append(name)
+        for other in (own for own, held in module._parameters.items() if own != "weight" and held is not None):
+            owners.setdefault(place_of(module, other), []).append(name)
     return owners
 
 

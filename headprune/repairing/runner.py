@@ -304,7 +304,9 @@ class Runner:
         """
         seen: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in names}
 
-        def add(name: str, x: Tensor, y: Tensor) -> Tensor:
+        def add(name: str, x: Tensor, y: Any) -> Tensor | None:
+            if not isinstance(y, Tensor):  # of a linear layer's own kind, as in Megatron
+                return None
             if recomputing():
                 return y + torch.zeros_like(y, requires_grad=True)
             seen[name].append((x.detach(), y.detach(), torch.zeros_like(y, requires_grad=True)))

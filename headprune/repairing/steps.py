@@ -146,7 +146,9 @@ def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> 
     mixtures = sum(len(mixed.firsts) for mixed in runner.mixtures)
     biases = tuple(name for name in calibration.new_biases if new.get(name, (None, None))[1] is not None)
     attention = {p.name for p in calibration.projections} | {v.name for v in calibration.values.values()}
-    wide = f"The last step moved {len(new)} linear layers." if new.keys() - attention else ""
+    # Of a layer without any head left, queries, keys and values stay.
+    moved = [name for name in new if calibration.changes(name, new[name])]
+    wide = f"The last step moved {len(moved)} linear layers." if new.keys() - attention else ""
     notes = (*calibration.notes, *filter(None, (wide, weights.note)))
     counts = runner.examples, mixtures, round(passes)
     return Repair(weights.facts, *counts, biases, notes, weights.answers, weights.trials)
@@ -352,7 +354,7 @@ def better(before: Tensor, after: Tensor) -> bool:
     square of an answer's error, so one example could outweigh all others in their mean. Of steps that in truth change
     nothing, ``(examples / 100)^1.5 / 2`` are kept (one-sided test): one in 90 with eight examples, one in six with 50.
     """
-    if not bool(after.mean() < before.mean()):
+    if not bool(after.mean() < before.mean()) or len(after) < 2:  # one alone says nothing about chance
         return False
     if len(after) >= _ENOUGH:
         return True

@@ -27,8 +27,9 @@ class Dense(Measured):
     Attributes:
         flops: FLOPs of one forward pass on an example of median length.
         guessing: The metric of a model that only guesses: the share of the most frequent label (for several labels at once, of each;
-            for answers, of start and end), for the loss the labels' entropy (the variance of numbers), for perplexity its exponential; where
-            tokens are predicted, as if all of the vocabulary were as likely. None if unknown.
+            for answers, of start and end), by other metrics what that constant answer gives (`Metric.guess`), for the loss the labels'
+            entropy (the variance of numbers), for perplexity its exponential; where tokens are predicted, as if all of the vocabulary were
+            as likely. None if unknown.
         weights, dtype: As in `BudgetResult`, of the checkpoint that the model was loaded from.
     """
 

@@ -71,7 +71,7 @@ def sizes_figure(metrics: Metrics) -> Figure:
     axis.plot(kept[::-1], means, "--", color=_GREY, label=label)
     axis.fill_between(kept[::-1], lows, highs, color=_GREY, alpha=0.2, lw=0)
     axis.axhline(value[0], color="black", lw=0.8, ls=":", label="dense model")
-    axis.set(xlabel=f"heads kept, of {kept[0]}", ylabel=f"{metric}, on the reported examples")
+    axis.set(xlabel=f"heads kept, of {kept[0]}", ylabel=f"{metric},\non the reported examples")
     if metric_named(metric).relative:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(LogFormatter())  # 2.05, not 2.05 × 10⁰
@@ -92,6 +92,12 @@ def orders(metrics: Metrics) -> dict[str, str]:
     other = f"By the scores of that name ({by_scores.name}): {about}" if by_scores else ""
     texts = {name: known.get(name, other) for name in names if name not in ("", "dense")}
     return {name: text for name, text in texts.items() if text}
+
+
+def epochs_kept(metrics: Metrics) -> str:
+    """Which models training did not improve, so that their weights from before it are kept."""
+    kept = " and ".join(budget.name for budget in metrics.budgets if budget.finetune and not budget.finetune.best)
+    return kept and f"; with {kept} none was better than the weights before training, so these are kept"
 
 
 def comparison_table(metrics: Metrics) -> Table:

@@ -197,7 +197,7 @@ def _other_changes(budget: BudgetResult) -> str:
     """What was done to the model beside the removal of heads: repair and training, in words."""
     repair = budget.repair
     steps = [_REFITTED] if repair and (repair.layers or repair.answers) else []
-    if budget.finetune:
+    if budget.finetune and budget.finetune.best:  # 0: no epoch was better than none, so these weights are kept
         return f", with {' and '.join([*steps, 'the smaller model trained again'])}"
     return f", with {steps[0]} (repair, without training)" if steps else ""
 

@@ -164,10 +164,10 @@ def mean_of(measurements: Sequence[Measurement]) -> Measurement:
     return Measurement(metrics, loss, correct, first.tokens, jackknife)
 
 
-def guessing(scene: Scene) -> float | None:
+def guessing(scene: PruneScene) -> float | None:
     """The metric of a model that only guesses; see `headprune.app.documents.Dense`."""
     if scene.metric not in LOSSES:
-        return metric_named(scene.metric).chance
+        return scene.measure("dense", scene.model).guesses.get(scene.metric)
     if scene.metric != "accuracy" and scene.loaded.task.metric == "perplexity":  # it predicts tokens
         size = getattr(scene.loaded.config.get_text_config(), "vocab_size", None)
         return value_of(scene.metric, math.log(size), 1) if isinstance(size, int) else None
