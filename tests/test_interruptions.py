@@ -155,6 +155,7 @@ def document(path: Path) -> dict[str, Any]:
 def test_without_o_the_same_command_goes_on_and_another_goes_elsewhere(here: Path) -> None:
     assert "m-1/.unfinished: the same command continues there" in stopped(*QUICK)
     assert not (here / "reports" / "m-1" / "run.json").exists()
+    assert "The run in reports/m-1 has not ended" in stderr_of("report", "reports/m-1", code=1)
     stopped(*QUICK, "--no-repair")
     assert sorted(p.name for p in (here / "reports").iterdir()) == ["m-1", "m-2"]
     result = json.loads(run(*QUICK, "-q", "--json").stdout)

@@ -253,6 +253,14 @@ def test_runs_are_paired_where_their_examples_are_the_same(runs: Path) -> None:
     assert re.search("report_limit +2000 +25", said)
 
 
+def test_runs_without_equal_numbers_of_heads_are_paired_by_size(runs: Path, here: Path) -> None:
+    run(*PRUNE, 5, "--scores", runs / "b", "--no-repair", "-o", "five")
+    document = json.loads(run("compare", runs / "b", "five", "--json").stdout)
+    assert [(pair["first"], pair["second"]) for pair in document["pairs"]] == [("pruned-3", "pruned-5")]
+    assert any("No two models keep as many heads" in note for note in document["notes"])
+    assert document["options"] == {"budgets": ["keep 3", "keep 5"]}
+
+
 def test_runs_without_common_examples_are_independent(runs: Path) -> None:
     folders = (runs / "a", runs / "d")
     document = json.loads(run("compare", *folders, "--json").stdout)

@@ -86,6 +86,8 @@ def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
         raise HeadPruneError(message, "`headprune evaluate MODEL MODEL -d DATA --metric NAME` measures both by one.")
     notes: list[str] = []
     values, pairs = _values(first, second, metrics.metric, notes), []
+    if not {b.kept for b in metrics.budgets} & {b.kept for b in other.budgets}:
+        notes.append("No two models keep as many heads, so the largest ones are compared, then the next, and so on.")
     for (name, a), (other_name, b) in _matched(run, metrics, other_run, other):
         paired = _paired(values, name, other_name, metrics.metric, notes)
         change = paired or _independent(a, b, metrics.metric)
@@ -206,7 +208,7 @@ def _differences(opened: Sequence[tuple[Run, Metrics]]) -> dict[str, tuple[str, 
 
 def _options(run: Run, metrics: Metrics) -> Iterator[tuple[str, str]]:
     """What a run was asked for, and what it ran on, as text by name."""
-    yield from _flat(to_json(run.options))
+    yield from (pair for pair in _flat(to_json(run.options)) if pair[0] != "keep")  # `budgets` says it
     planning = metrics.planning
     yield "plan", planning.plan or ""
     yield "strategy", planning.strategy

@@ -98,6 +98,10 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder
     folder = RunFolder(run)
     folder.settle()
     if not folder.run_path.is_file():
+        if folder.unfinished.is_dir():
+            raise HeadPruneError(
+                f"The run in {run} has not ended.", "The command that began it goes on where it was interrupted."
+            )
         raise HeadPruneError(f"{run} is not a run's folder: it has no run.json.", "Pass what score or prune wrote.")
     folder.read_run()
     with folder.locked(command_line()):

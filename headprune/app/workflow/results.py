@@ -71,10 +71,14 @@ def carry_out(fit: Fit, controls: Sequence[Order], scene: PruneScene) -> Carried
     scene.console.say(*remarks)
     dense, pruned = scene.measure("dense", scene.model), scene.measure(f"pruned {asked}", model)
     drawn = [order.plan(plan.kept).drop for order in controls]
-    random = [scene.measure(f"random {asked} {i}", drop, repaired=True) for i, drop in enumerate(drawn)]
+    random = [scene.measure(f"random heads {i + 1}, {asked}", drop, repaired=True) for i, drop in enumerate(drawn)]
     # Random heads get layer-by-layer repair only.
     further = repair is not None and (repair.answers is not None or any(not trial.kept for trial in repair.trials))
-    like_random = scene.measure(f"like control {asked}", plan.drop, repaired=True) if trained or further else pruned
+    like_random = (
+        scene.measure(f"repaired as random heads are, {asked}", plan.drop, repaired=True)
+        if trained or further
+        else pruned
+    )
     repaired = None
     if repair is not None:
         unrepaired = scene.measure(f"unrepaired {asked}", plan.drop)
