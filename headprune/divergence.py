@@ -16,7 +16,18 @@ from torch import Tensor, nn
 
 from headprune.batches import Rows, apparent_size, find_rows
 from headprune.errors import HeadPruneError
-from headprune.inputs import ADDED, LABELS, call, inputs_of, is_encoder_decoder, model_device, move, tensors, widened
+from headprune.inputs import (
+    ADDED,
+    LABELS,
+    call,
+    doubled,
+    inputs_of,
+    is_encoder_decoder,
+    model_device,
+    move,
+    tensors,
+    widened,
+)
 from headprune.parallel import current
 from headprune.running import quiet
 
@@ -64,13 +75,13 @@ class Divergence:
         if self.compares_numbers or self._several:
             return batch
         # An example's draws do not depend on its batch or padding.
-        chances = known.double().softmax(-1).cumsum(-1)  # large for a language model: it stays on its device
-        drawn = torch.zeros(chances.shape[:-1], dtype=torch.long, device=known.device)
+        chances = doubled(known).softmax(-1).cumsum(-1)  # large for a language model: it stays on its device
+        drawn = torch.zeros(chances.shape[:-1], dtype=torch.long, device=chances.device)
         for i, (rows, real) in enumerate(zip(chances, self._counted(batch, chances[..., 0]), strict=True)):
             numbers = np.random.default_rng((self.seed, start + i)).random(int(real.sum()))
-            uniform, real = torch.from_numpy(numbers)[:, None].to(known.device), real.to(known.device)
+            uniform, real = torch.from_numpy(numbers)[:, None].to(chances.device), real.to(chances.device)
             drawn[i][real] = (rows[real].reshape(-1, rows.shape[-1]) < uniform).sum(-1).clamp(max=rows.shape[-1] - 1)
-        return {**batch, DRAWN: drawn}
+        return {**batch, DRAWN: drawn.to(known.device)}
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """``[batch]``; differentiable under grad mode."""
@@ -321,12 +332,12 @@ class Fidelity:
             # A model that chooses the length of its answer (of speech, say) may choose another one now.
             size = max(1, apparent_size(batch))
             parts = [
-                (a.double() - b.double()).square().reshape(size, -1).mean(1)
+                (doubled(a) - doubled(b)).square().reshape(size, -1).mean(1)
                 for a, b in zip(tensors(dense), tensors(now), strict=True)
                 if a.is_floating_point() and a.ndim and len(a) % size == 0 and a.shape == b.shape
             ]
             each = torch.stack(parts or [torch.zeros(size)]).sum(0)
-        return each.detach().double().flatten().clamp(min=0).cpu()  # below 0 is rounding
+        return doubled(each.detach()).flatten().clamp(min=0).cpu()  # below 0 is rounding
 
     def _run(self, batch: Any) -> Any:
         with quiet(self.model, attributes=False), torch.no_grad():

@@ -85,7 +85,7 @@ def test_the_example_of_a_strategy_plans() -> None:
 
 
 def test_the_example_of_a_step_repairs() -> None:
-    step = Step("stronger pull", run_example("10 * before.facts.ridge")["fit"], "pulled harder", by_layer=True)
+    step = Step("stronger pull", run_example("10 * before.facts.ridge")["fit"], by_layer=True)
     model, example = bert()
     calibration = calibrate(model, hp.find_attention(model, example), [text(8, 9)])
     weights = checked_repair(calibration, {"bert.encoder.layer.0.attention.self": [1]}, steps=[STEPS[0], step])

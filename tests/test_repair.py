@@ -18,14 +18,12 @@ from headprune.attention import Heads
 from headprune.divergence import Fidelity
 from headprune.repairing import (
     calibrate,
-    calibration,
     checked_repair,
     directions,
     examples,
     fit_layers,
     gauss_newton,
     kronecker,
-    runner,
     steps,
 )
 from headprune.repairing import layers as layer_steps
@@ -148,8 +146,7 @@ def test_the_first_half_of_one_and_the_second_of_another(
     size: int, enough: int, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same block of four and the same fold; W_O is fitted to them too (of many, to them alone), on whichever side padding is."""
-    for module in (examples, runner):
-        monkeypatch.setattr(module, "ENOUGH_TEXTS", enough)
+    monkeypatch.setattr(examples, "ENOUGH_TEXTS", enough)
     model, _ = brute.classifier(2)
     layer, drop = hp.find_attention(model, texts(left))[0], {"bert.encoder.layer.0.attention.self": [1]}
     whole, seen = texts(left), list[dict[str, Tensor]]()
@@ -686,8 +683,7 @@ def test_as_many_directions_as_there_is_room_for(shares: int, monkeypatch: pytes
 
 def test_many_examples_are_seen_in_part_and_have_fewer_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     for enough, count, beside in ((63, 1, False), (64, 1, True), (95, 1, True), (96, 2, True)):  # there are 32 examples
-        for module in (examples, runner, calibration):
-            monkeypatch.setattr(module, "ENOUGH_TEXTS", enough)
+        monkeypatch.setattr(examples, "ENOUGH_TEXTS", enough)
         found = calibrated()
         assert found.statistics.passes == pytest.approx(found.cost)
         assert {mixed.shift for mixed in found.runner.mixtures} == set(range(1, count + 1))

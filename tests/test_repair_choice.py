@@ -507,7 +507,7 @@ def test_others_that_cannot_be_fitted_to_only_decide(others: str) -> None:
 
 
 @pytest.mark.parametrize("others", [0, 32, 64])
-def test_it_costs_a_pass_and_one_for_every_direction(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_costs_a_pass_and_a_backward_pass_for_every_direction(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers, and two differences between three classes, backward; the dense answers are known from the statistics' passes.
 
     Of the choosing examples these take a pass.
@@ -518,7 +518,7 @@ def test_it_costs_a_pass_and_one_for_every_direction(others: int, monkeypatch: p
     _, plain = brute.repaired(model, DROP, *batches, answers=False, **given)
     _, done = brute.repaired(model, DROP, *batches, **given)
     tried = 0 if others else 2  # by cross-fitting
-    assert done.passes - plain.passes == 3 + tried + (3 + 1) * others // 32
+    assert done.passes - plain.passes == 5 + tried + (5 + 1) * others // 32
 
 
 class Ruled(nn.Module):
@@ -736,6 +736,31 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         assert all(p.isfinite().all() for p in mended.parameters())
         for key, p in mended.named_parameters() if ridge else ():
             assert (p - wide.get_parameter(key)).abs().max() < 0.2 * max(1.0, float(p.abs().max()))
+
+
+def test_an_interruption_while_weights_are_written_leaves_the_model_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = brute.model_of("bert")
+    layers, batch = hp.find_attention(model, example), brute.batch_of(example)
+    before, held, written, last = state(model), {id(p) for p in model.parameters()}, list[int](), [-1]
+    copy_ = Tensor.copy_
+
+    def counted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if id(self) in held:
+            written.append(1)
+            if len(written) == last[0]:
+                raise KeyboardInterrupt
+        return copy_(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "copy_", counted)
+    given: dict[str, Any] = {"choose": [brute.batch_of(brute.repeated(example))], "layers": layers}
+    hp.repair(model, brute.some_heads(layers), [batch], **given)
+    for name, value in before.items():
+        copy_(model.get_parameter(name).data, value)
+    for stop in (2, 3):
+        written[:], last[0] = [], stop
+        with pytest.raises(KeyboardInterrupt):
+            hp.repair(model, brute.some_heads(layers), [batch], **given)
+        assert same(model, before)
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "xlnet"])

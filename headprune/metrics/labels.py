@@ -11,7 +11,7 @@ from headprune.errors import HeadPruneError
 from headprune.metrics.base import LABELS, NUMBERS, SEVERAL, TAGS, Answers, Metric, by_sums, library, ratio
 
 _CORRELATIONS = ("matthews_corrcoef", "adjusted_rand_score", "adjusted_mutual_info_score")
-_OF_NUMBERS = ("neg_max_error", "neg_mean_", "neg_median_", "neg_root_", "r2", "explained_variance", "d2_absolute")
+_OF_NUMBERS = ("neg_mean_", "neg_root_", "r2", "explained_variance", "d2_absolute")
 _EXPLAINS = ("r2", "explained_variance", "d2_")
 _NO_PERCENT = ("neg_", *_EXPLAINS, *_CORRELATIONS, "mutual_info_score", "positive_likelihood_ratio")
 _RANKS = ("roc_auc", "average_precision", "top_k", "neg_log_loss", "neg_brier", "d2_log_loss", "d2_brier")

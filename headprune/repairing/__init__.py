@@ -76,7 +76,7 @@ def repair(
         answers: Whether all linear layers are then fitted together to the dense model's answers (docs/planning.md).
         biases: Whether a W_O without a bias gets one, for the removed heads' mean. A stock class may have no place for it.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.
-        progress: Called with (passes done, passes in all, note).
+        progress: Called with (batches done, batches in all) of the longest pass.
 
     Returns:
         The `Repair`: `Repair.trials` say how every step did on examples that it was not fitted to.

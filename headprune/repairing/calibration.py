@@ -23,12 +23,12 @@ from headprune.parallel import current
 from headprune.pruned.structure import remove_biases
 from headprune.repairing.directions import Directions, find_directions, refittable_outputs, refittable_values, room
 from headprune.repairing.examples import (
-    ENOUGH_TEXTS,
     MOST_ROWS,
     SEVERAL,
     DenseAnswers,
     dense_answers,
     mixed_texts,
+    mixes_only,
     mixtures_of_each,
 )
 from headprune.repairing.linears import movable_linears
@@ -112,7 +112,7 @@ class Calibration:
         runner = self.runner
         mixtures = mixed_texts(runner.batches, runner.rows, mixtures_of_each(runner.examples), 0) if self.mixes else ()
         times = sum(len(each.firsts) for each in mixtures) / runner.examples
-        return bool(self.share) + (3 + self.share) * (times + (not mixtures or 2 * runner.examples <= ENOUGH_TEXTS))
+        return bool(self.share) + (3 + self.share) * (times + (not (mixtures and mixes_only(runner.examples))))
 
     @property
     def share(self) -> int:
@@ -208,8 +208,8 @@ class Calibration:
             weights: ``{module: (W [in, out], b [out] or None)}``; the other modules keep their dense weights.
             drop: Heads to mask.
         """
-        self.write(weights)
         try:
+            self.write(weights)
             if drop is None:
                 yield
                 return
@@ -224,7 +224,7 @@ class Calibration:
     def linears(self) -> Sequence[LinearLayer]:
         """All linear layers that the last step may move. It must be asked for first while the model is dense."""
         # By K-FAC, more weights than that fit noise: with ten times as many, SmolLM2's other layers gained nothing.
-        most = WEIGHTS_OF_TOKEN * self.runner.tokens(self.runner.batches) if self.several else None
+        most = WEIGHTS_OF_TOKEN * self.runner.tokens if self.several else None
         with torch.inference_mode(False):
             return movable_linears(self.runner, self.layers, most, () if self.several else self.others)
 

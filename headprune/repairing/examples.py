@@ -56,6 +56,11 @@ def block_of(number: Tensor) -> Tensor:
     return number // 2 // BLOCK * 2 + number % 2
 
 
+def mixes_only(examples: int) -> bool:
+    """Whether there are enough examples to fit to mixtures of them alone."""
+    return 2 * examples > ENOUGH_TEXTS
+
+
 def mixtures_of_each(examples: int) -> int:
     """How many mixtures are made of each of so many examples."""
     return 2 if 3 * examples <= ENOUGH_TEXTS else 1
@@ -151,7 +156,7 @@ def probe_of(model: nn.Module, output: Any, batch: Any, first: int, rows: Rows, 
         message = "The model's answers do not depend on any head by what can be differentiated."
         raise HeadPruneError(message, 'Score by ablation, and search with strategy="one-shot".')
     if start is not None:  # an answer's start and end: the tokens are the classes, without padding
-        chances = logits_of(output, batch if isinstance(batch, Mapping) else {}).log_softmax(-1)
+        chances = logits_of(output, batch).log_softmax(-1)
         draws = drawn(chances.movedim(1, -1)).movedim(-1, 1)
     elif isinstance(logits, Tensor) and gives_several(model):  # each label is a separate yes or no
         chance = widened(logits).detach().sigmoid()
@@ -323,7 +328,7 @@ def logits_by_example(runner: Runner, output: object, batch: Any) -> Tensor:
     Raises:
         HeadPruneError: An example has more than one answer.
     """
-    logits = logits_of(output, batch if isinstance(batch, dict) else {})
+    logits = logits_of(output, batch)
     if logits.ndim != 2 or len(logits) != runner.rows.size(batch) or part_of(output, "start_logits") is not None:
         raise HeadPruneError(SEVERAL)
     return logits

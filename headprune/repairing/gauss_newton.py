@@ -16,21 +16,22 @@ from torch import Tensor
 
 from headprune.errors import HeadPruneError
 from headprune.inputs import doubled, gathered, tensors
+from headprune.parallel import current
 from headprune.repairing.examples import DenseAnswers, logits_by_example
 from headprune.repairing.layers import downhill
 from headprune.repairing.projections import LinearLayer, at
 from headprune.repairing.results import AnswersRepair, AnswersStep, Changes
 from headprune.repairing.runner import Seen
 
-_MOST = 1 << 14  # coordinates of all projections together, with several directions per answer
+_MOST = 1 << 14  # coordinates of all layers together, with several directions per answer
 _MOST_OF_ONE = 1 << 16  # the same, with one direction per answer
-_WIDEST = 256  # eigenvectors of a projection's inputs, and of its outputs; coordinates are their products
+_WIDEST = 256  # eigenvectors of a layer's inputs, and of its outputs; coordinates are their products
 _MOST_SOLVED = 512  # inputs, or outputs: of more, the eigenvectors are found by `_ITERATIONS`
 _ITERATIONS = 3
 _MOST_GRADIENTS = 1 << 28  # bytes of gradients at once
 
 Parts = dict[str, tuple[Tensor, Tensor]]
-"""By output projection: inputs ``[examples, tokens, in]`` and slopes ``[directions, examples, tokens, out]``."""
+"""By linear layer: inputs ``[examples, tokens, in]`` and slopes ``[directions, examples, tokens, out]``."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,13 @@ class Coordinates:
             left, right = self.inputs[name], self.outputs[name]
             core = own.new_zeros(left.shape[1] * right.shape[1])
             core[self.chosen[name]] = own
-            result[name] = left.double() @ core.view(left.shape[1], right.shape[1]) @ right.double().T
+            result[name] = left @ core.view(left.shape[1], right.shape[1]) @ right.T
         return result
 
     def _products(self, name: str, part: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
         """One matrix's gradients in its eigenvector bases, ``[rows, some, some]``, in parts that fit into memory."""
         x, slopes = part
-        left, right = at(self.inputs[name], x.device).to(x.dtype), at(self.outputs[name], x.device).to(x.dtype)
+        left, right = (at(bases[name], x.device, x.dtype) for bases in (self.inputs, self.outputs))
         each = 4 * len(slopes) * left.shape[1] * right.shape[1]
         size = max(1, _MOST_GRADIENTS // max(1, each))
         for some, own in zip(torch.split(x, size), torch.split(slopes, size, dim=1), strict=True):
@@ -153,11 +154,11 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
     if solution is None:
         return None
     change, strength, held_out = solution
+    unit = _unit(gradients)
 
     def on_fold(fold: int) -> Changes:
         own = answers.folds == fold
         rows = gradients.view(len(residuals), -1, gradients.shape[1])[own].flatten(0, 1)
-        unit = _unit(gradients)
         _, alpha = _left_out(_products(rows / unit**0.5), residuals[own].flatten(), [], strength)
         return weights_of(coordinates.matrices(_sum(rows, alpha) / unit), places)
 
@@ -200,7 +201,9 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
         size = sum(t.numel() * t.element_size() for own in kept.values() for pair in own.values() for t in pair)
         if size > _MOST_KEPT:
             break
-    coordinates = choose_coordinates(list(kept.values()), _MOST_OF_ONE if answers.count == 1 else _MOST)
+    most = _MOST_OF_ONE if answers.count == 1 else _MOST
+    # Of one rank: where another rounds otherwise, eigenvectors have other signs.
+    coordinates = current().first("coordinates", partial(choose_coordinates, list(kept.values()), most))
     rows = {j: coordinates.of(own) for j, own in kept.items()}
     rest = order[len(kept) :]
     kept.clear()
@@ -214,7 +217,7 @@ def _system(answers: DenseAnswers, places: Places) -> tuple[float, Tensor, Tenso
     for i, (gap, off, own_rows) in zip(rest, results, strict=True):
         gaps.append(gap)
         residuals[i], rows[i] = off, own_rows
-    first.count((1 + answers.count) * answers.examples)
+    first.count((1 + 2 * answers.count) * answers.examples)
     every = range(len(answers.batches))
     before = _root(torch.cat(gaps))
     return before, torch.cat([residuals[i] for i in every]), torch.cat([rows[i] for i in every]), coordinates
@@ -341,7 +344,7 @@ def _directions(gap: Tensor, noise: Tensor) -> Tensor:
 def joined(
     calls: Sequence[tuple[Tensor, Tensor, Sequence[Tensor]]], kept: Tensor, has_bias: bool, examples: int
 ) -> tuple[Tensor, Tensor]:
-    """A projection's calls joined: kept inputs ``[examples, tokens, in]``, with an appended 1 for a bias, and slopes
+    """A linear layer's calls joined: kept inputs ``[examples, tokens, in]``, with an appended 1 for a bias, and slopes
     ``[directions, examples, tokens, out]``."""
     if not calls:
         raise HeadPruneError("a layer does not run on every example.")

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,8 @@ from headprune.repairing.examples import probe_of
 from headprune.repairing.gauss_newton import Places, weights_of
 from headprune.repairing.projections import FOLDS
 from headprune.repairing.results import AnswersRepair, AnswersStep, Changes, RepairWeights
-from headprune.repairing.runner import Runner, Seen
+from headprune.repairing.runner import Runner
 
-T = TypeVar("T")
 _DAMPING = 0.1  # of the mean variance of an input, and of a slope
 _TOKENS = 8  # per kept input of the widest W_O: so many at least are looked at, and so many
 _MANY = 2048  # in any case
@@ -146,12 +145,15 @@ class _Look:
 
     def step(self) -> AnswersStep | None:
         """The step. If the calibration has others, it is fitted to them too."""
-        sums, divergences = self._sums(self._some())
+        sums, examples = self._sums(self._some())
         more, others = self._sums_of_others()
         alone = {name: _step([each]) for name, each in sums.items()}
         both = {name: _step([each, more[name]]) for name, each in sums.items()} if others else alone
-        error = math.sqrt(divergences.mean())
-        facts = AnswersRepair(error, error, _DAMPING, len(divergences) + others)
+        facts = AnswersRepair(math.nan, math.nan, _DAMPING, examples + others)  # the search of its length measures both
+
+        @cache
+        def on_half(fold: int) -> Mapping[str, Tensor]:
+            return {name: _step([each], fold) for name, each in sums.items()}
 
         def step_of(names: Collection[str]) -> AnswersStep | None:
             slopes, curvatures = zip(*(sums[name].slope_and_curvature(alone[name]) for name in names), strict=True)
@@ -164,18 +166,15 @@ class _Look:
                 return weights_of({name: length * steps[name].cpu() for name in names}, places)
 
             def on_fold(fold: int) -> Changes:
-                if others:  # judged without them
-                    return changes(alone)
-                return changes({name: _step([sums[name]], fold) for name in names})
+                return changes(alone if others else on_half(fold))  # judged without the others
 
             return AnswersStep(changes(both), facts, on_fold, others)
 
-        step, losing = step_of(sums), [p.name for p in self.calibration.losing(self.drop) if p.name in sums]
+        step, losing = step_of(sums), [p.name for p in self.calibration.losing(self.drop)]
         return step and replace(step, narrow=step_of(losing) if len(losing) < len(sums) else None)
 
-    def _sums(self, some: Sequence[int], outputs: bool = True) -> tuple[Sums, Tensor]:
-        """The sums over the tokens of some batches, with outputs' slopes or without; and the divergence of every example ``[examples]``,
-        summed over tokens."""
+    def _sums(self, some: Sequence[int], outputs: bool = True) -> tuple[Sums, int]:
+        """The sums over the tokens of some batches, with outputs' slopes or without; and the number of their examples."""
         model = self.calibration.model
         exact = any(p.dtype == torch.float64 for p in model.parameters())
         kind = torch.float64 if exact else torch.float32
@@ -189,10 +188,11 @@ class _Look:
             name: _Factors(len(kept), p.weight.shape[1], p.has_bias, wide, folds, zeros)
             for name, (p, kept) in self.places.items()
         }
-        divergences = torch.cat(self._share("slopes", partial(self._add, sums, outputs), some))
+        batches = [self.runner.batches[i] for i in some]
+        examples = sum(self.runner.share("slopes", [partial(self._add, sums, outputs, i) for i in some], batches))
         for name, own in sums.items():
             current().add(f"slopes of {name}", own.all)
-        return sums, divergences
+        return sums, examples
 
     def _sums_of_others(self) -> tuple[Sums, int]:
         """The sums over the calibration's others, and how many were looked at: none where they cannot be fitted to."""
@@ -201,16 +201,13 @@ class _Look:
         try:
             runner = self.calibration.runner_of_others(self.runner.examples)
             look = _Look(self.calibration, self.drop, self.start, self.places, runner)
-            sums, divergences = look._sums(look._some(), outputs=False)
+            sums, examples = look._sums(look._some(), outputs=False)
         except Exception as error:  # others may have another form, and a model may raise anything about it
             if is_out_of_memory(error):
                 raise
             return {}, 0
         self.runner.count(runner.passes * runner.examples)
-        return sums, len(divergences)
-
-    def _share(self, name: str, task: Callable[[int], T], some: Sequence[int]) -> list[T]:
-        return self.runner.share(name, [partial(task, i) for i in some], [self.runner.batches[i] for i in some])
+        return sums, examples
 
     def _some(self) -> list[int]:
         """The batches that are looked at, evenly spaced, because batches often come sorted by length; a second step takes others."""
@@ -218,22 +215,14 @@ class _Look:
         inputs = max(len(p.kept(self.drop)) for p in self.calibration.losing(self.drop))
         weights = sum(p.weight.numel() for p, _ in self.places.values())
         enough = max(_MANY, _TOKENS * inputs, weights // WEIGHTS_OF_TOKEN)
-        apart = max(1, min(self.runner.tokens(self.runner.batches) // enough, len(every) // FOLDS))
+        apart = max(1, min(self.runner.tokens // enough, len(every) // FOLDS))
         apart -= apart % 2 == 0  # batches of one example alternate between folds
         return list(every[bool(self.start.answers) * (apart // 2) :: apart])
 
-    def _random(self, index: int, output: Any) -> Tensor:
-        runner = self.runner
-        return probe_of(self.calibration.model, output, runner.batches[index], runner.first(index), runner.rows)
-
-    def _seen(self, index: int, sums_of: Callable[[Any], Sequence[Tensor]]) -> Seen:
-        with self.calibration.applied(self.start.by_module, self.drop):
-            return self.runner.slopes_of(self.runner.batches[index], self.places, sums_of)
-
-    def _add(self, sums: Sums, outputs: bool, index: int) -> Tensor:
-        """Add the tokens of a batch to the sums; returns the divergence of its examples ``[examples]``, summed over tokens."""
-        runner, model, divergences = self.runner, self.calibration.model, list[Tensor]()
-        batch = runner.batches[index]
+    def _add(self, sums: Sums, outputs: bool, index: int) -> int:
+        """Add the tokens of a batch to the sums; returns the number of its examples."""
+        runner, model = self.runner, self.calibration.model
+        batch, size = runner.batches[index], runner.size(index)
         with torch.no_grad(), runner.deterministic_eval():
             known = logits_of(runner.run(batch), batch)
 
@@ -242,17 +231,18 @@ class _Look:
             each = self.divergence.between(known, now, batch)
             real = real_tokens(model, batch, "decoder", runner.rows, now.shape[1]) if now.ndim > 2 else None
             tokens = now.shape[1] if real is None else real.sum(1).to(each.device)
-            divergences.append((each.detach() * tokens).double().cpu())
-            return [(each * tokens).sum(), *([self._random(index, output)] if outputs else [])]
+            if len(each) != size:
+                raise HeadPruneError("tokens cannot be told apart by example.")
+            random = [probe_of(model, output, batch, runner.first(index), runner.rows)] if outputs else []
+            return [(each * tokens).sum(), *random]
 
-        seen = self._seen(index, sums_of)
-        runner.count((6 if outputs else 4) * runner.rows.size(batch))
-        if len(divergences[0]) != runner.rows.size(batch):
-            raise HeadPruneError("tokens cannot be told apart by example.")
+        with self.calibration.applied(self.start.by_module, self.drop):
+            seen = runner.slopes_of(batch, self.places, sums_of)
+        runner.count((6 if outputs else 4) * size)
         for name, calls in seen.items():
             for x, _, (slope, *random) in calls:
                 place, kept = self.places[name]
-                for fold, own in enumerate(folds_of(x, self.runner, index, place.layers[0].kind, slope)):
+                for fold, own in enumerate(folds_of(x, runner, index, place.layers[0].kind, slope)):
                     x_, g, *rest = (t.reshape(-1, t.shape[-1])[own] for t in (x, slope, *random))
                     sums[name].add(fold, x_[:, kept.to(x.device)], g, rest)
-        return divergences[0]
+        return size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -12,6 +13,7 @@ from headprune.attention import AttentionLayer, Layers
 from headprune.batches import is_out_of_memory
 from headprune.inputs import is_transposed
 from headprune.offload import is_elsewhere, on_disk, value_of
+from headprune.parallel import current
 from headprune.repairing.directions import close
 from headprune.repairing.examples import probe_of
 from headprune.repairing.projections import LinearLayer, not_plain, owners_of_weights
@@ -36,7 +38,7 @@ def movable_linears(
         others: Batches of further examples, whose rows must belong to one example each, too.
     """
     runner = _of_several(runner, others)
-    model, room, found = runner.model, _MOST // _COPIES, list[LinearLayer]()
+    model, room, chosen = runner.model, _MOST // _COPIES, set[str]()
     # What cannot be refitted keeps its weights, as its note says.
     kept = {own.output_projection.module for own in layers if own.output_projection} - {
         p.name for p in runner.projections
@@ -52,11 +54,13 @@ def movable_linears(
         for name in sorted(sizes, key=lambda each: sizes[each]):
             room -= sizes[name]
             if room >= 0:
-                found.append(_linear(name, modules[name], layers))
-    apart = _apart(runner, found) if found else {}
-    if most is not None and max(map(runner.rows.size, runner.batches)) * sum(apart.values()) > _MOST:
+                chosen.add(name)
+        found = [_linear(name, module, layers) for name, module in modules.items() if name in chosen]
+    # One rank's: another may round otherwise, or have less memory.
+    sizes_of = current().first("linear layers", partial(_sizes_of_separate, runner, found)) if found else {}
+    if most is not None and max(map(runner.rows.size, runner.batches)) * sum(sizes_of.values()) > _MOST:
         return []
-    return [linear for linear in sorted(found, key=lambda each: [*modules].index(each.name)) if linear.name in apart]
+    return [linear for linear in found if linear.name in sizes_of]
 
 
 def _of_several(runner: Runner, others: Sequence[Any]) -> Runner:
@@ -96,7 +100,7 @@ def _nearest(name: str, layers: Layers) -> AttentionLayer:
     return max(reversed(layers), key=shared)  # a head comes last
 
 
-def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> dict[str, int]:
+def _sizes_of_separate(runner: Runner, linears: Sequence[LinearLayer]) -> dict[str, int]:
     """The names of those that give ``x W + b``, and whose rows each belong to one example, as runs of one and of several examples show;
     and the bytes of one example's inputs, outputs and slopes there."""
     batch = max(runner.batches, key=runner.rows.size)
@@ -110,12 +114,18 @@ def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> dict[str, int]:
 
         return runner.slopes_of(some, [linear.name for linear in linears], sums_of)
 
-    tried = (0, size - 1)
     try:
-        alone, together = seen(1, 0), seen(size, *tried)
-    except Exception as error:  # answers may not be differentiable, and a model may raise anything
-        if is_out_of_memory(error):
-            raise
+        alone = seen(1, 0)
+        sizes = {
+            name: sum(4 * (x.numel() + 3 * y.numel()) for x, y, _ in calls)  # with what is added to y
+            for name, calls in alone.items()
+        }
+        size = min(size, max(2, _MOST // max(1, sum(sizes.values()))))
+        tried = (0, size - 1)
+        together = seen(size, *tried)
+    except (
+        Exception
+    ):  # memory may run out, answers may not be differentiable, and a model may raise anything: then only W_O moves
         return {}
 
     def is_apart(linear: LinearLayer) -> bool:
@@ -131,8 +141,4 @@ def _apart(runner: Runner, linears: Sequence[LinearLayer]) -> dict[str, int]:
                 return False
         return True
 
-    return {
-        linear.name: sum(4 * (x.numel() + 3 * y.numel()) for x, y, _ in alone[linear.name])
-        for linear in linears
-        if is_apart(linear)
-    }
+    return {linear.name: sizes[linear.name] for linear in linears if is_apart(linear)}

@@ -38,7 +38,7 @@ class LayerRepair:
 
 @dataclass(frozen=True)
 class AnswersRepair:
-    """The step towards the dense answers (`headprune.repairing.gauss_newton`); the last one, if it was repeated.
+    """The step towards the dense answers (`headprune.repairing.gauss_newton` or `kronecker`); the last one, if it was repeated.
 
     Attributes:
         before: Root mean squared difference of the answers (logits, along the differences between classes) from the dense
@@ -47,7 +47,7 @@ class AnswersRepair:
             roots of mean divergences as `Trial` has them.
         strength: The strength of the ridge, for which ``held_out`` is least; K-FAC's damping, where an example has many answers.
         examples: How many were fitted to.
-        part: How much of the step was taken, from 0 to 1.
+        part: How much of the step was taken, from 0 to 1; 1 where an example has many answers, and the step's own length is searched.
     """
 
     before: float
@@ -67,7 +67,7 @@ class AnswersRepair:
 
 
 Changes = Mapping[str, tuple[Tensor, Tensor]]
-"""Changes of weights ``W [in, out]`` and biases ``b [out]``, by module; float64 on the CPU."""
+"""Changes of weights ``W [in, out]`` and biases ``b [out]``, by module; on the CPU, in the dtype of `LinearLayer.weight`."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from headprune.divergence import real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.parallel import current
-from headprune.repairing.examples import ENOUGH_TEXTS, Mixed, logits_by_example, mixed_texts, mixtures_of_each, probe_of
+from headprune.repairing.examples import Mixed, logits_by_example, mixed_texts, mixes_only, mixtures_of_each, probe_of
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing, wrapped
 from headprune.scoring.base import Problem
@@ -92,9 +92,10 @@ class Runner:
         """Context for evaluation mode without a cache, with attention that computes every head by itself."""
         return quiet(self.model, attributes=False)
 
-    def tokens(self, batches: Sequence[Any]) -> int:
-        """About how many tokens batches have."""
-        return sum(max(t.shape[:2].numel() for t in tensors(batch)) for batch in batches)
+    @property
+    def tokens(self) -> int:
+        """About how many tokens the examples have."""
+        return sum(max(t.shape[:2].numel() for t in tensors(batch)) for batch in self.batches)
 
     def first(self, index: int) -> int:
         """The number of the first example of a batch of `everything`."""
@@ -113,7 +114,7 @@ class Runner:
     @property
     def mixed_only(self) -> bool:
         """Whether mixtures are fitted to in the examples' place, not as well."""
-        return bool(self.mixtures) and 2 * self.examples > ENOUGH_TEXTS
+        return bool(self.mixtures) and mixes_only(self.examples)
 
     @property
     def fitted(self) -> Sequence[int]:
@@ -122,8 +123,7 @@ class Runner:
 
     def size(self, index: int) -> int:
         """Number of examples or mixtures in a batch of `everything`."""
-        own = len(self.batches)
-        return self.rows.size(self.batches[index]) if index < own else len(self.mixtures[index - own].firsts)
+        return len(self.numbers(index))
 
     def numbers(self, index: int) -> Tensor:
         """Example numbers of a batch of `everything`, ``[examples]``; a mixture has that of its first half."""
@@ -286,7 +286,7 @@ class Runner:
         xs = {name: [x for x, _, _ in calls] for name, calls in seen.items()}
         ys = {name: [y for _, y, _ in calls] for name, calls in seen.items()}
         weights = {name: [widened(slope).norm(dim=-1) for _, _, (slope,) in calls] for name, calls in seen.items()}
-        return xs, ys, weights, answers[0] if answers else None
+        return xs, ys, weights, answers[0]
 
     def slopes_of(
         self,

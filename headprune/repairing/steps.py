@@ -51,7 +51,6 @@ class Step:
 
     Attributes:
         name: As `Trial.step` has it.
-        about: What it changes, for a reader.
         fit: ``fit(calibration, drop, start)`` returns the weights after this step, from those before it, or why it is
             left out. ``drop``: the removed heads. The model is the dense one before and after the call.
         by_layer: Whether it fits every layer by itself from the calibration's sums, without running the model. Plans
@@ -61,7 +60,6 @@ class Step:
 
     name: str
     fit: Callable[[Calibration, Heads, RepairWeights], RepairWeights | LeftOut]
-    about: str
     by_layer: bool = False
 
 
@@ -101,9 +99,9 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
 
 
 STEPS = (
-    Step(OUTPUTS, refit_outputs, "every layer's W_O, each by itself", by_layer=True),
-    Step(VALUES, refit_values, "every layer's W_O and the kept heads' values, each layer by itself", by_layer=True),
-    Step("answers", refit_answers, "the last step: all linear layers together, towards the dense model's answers"),
+    Step(OUTPUTS, refit_outputs, by_layer=True),  # every layer's W_O, each by itself
+    Step(VALUES, refit_values, by_layer=True),  # every layer's W_O and the kept heads' values, each layer by itself
+    Step("answers", refit_answers),  # the last step: all linear layers together, towards the dense model's answers
 )
 LAYER_STEPS = tuple(step for step in STEPS if step.by_layer)
 """All steps but the last one, towards the answers."""
