@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headprune.batches import Rows
 from headprune.divergence import IGNORED, gives_several, logits_in, part_of, regresses
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import LABELS, call, is_encoder_decoder, takes, too_long, unlabelled, widened
+from headprune.inputs import LABELS, call, doubled, is_encoder_decoder, takes, too_long, unlabelled, widened
 
 SPAN = "an answer's start and end"
 LABEL = "one label per example"
@@ -388,7 +388,7 @@ def _losses(model: nn.Module, batch: _Batch, possible: Sequence[str], *, may_fai
         output = _labelled(model, batch)
         own = part_of(output, "loss")
         if isinstance(own, Tensor) and bool(own.isfinite().all()):
-            return [float(own.double().mean()), *(_mean_loss(each, output, batch) for each in possible)]
+            return [float(doubled(own).mean()), *(_mean_loss(each, output, batch) for each in possible)]
     return []
 
 
@@ -396,5 +396,5 @@ def _mean_loss(convention: str, output: Any, batch: _Batch) -> float:
     """The mean loss over labels; an answer may lie in padding, as in a model's own loss."""
     with suppress(HeadPruneError):
         outcome = outcome_of(convention, output, {k: v for k, v in batch.items() if k != "attention_mask"})
-        return float((outcome.loss.double() * outcome.tokens).sum() / outcome.tokens.sum())
+        return float((doubled(outcome.loss).cpu() * outcome.tokens.cpu()).sum() / outcome.tokens.sum())
     return math.inf

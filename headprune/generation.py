@@ -107,7 +107,7 @@ class Spans:
 
     def read(self, model: nn.Module, batch: Any, first: int) -> list[str]:
         output = call(model, unlabelled(batch))
-        starts, ends = (part_of(output, f"{name}_logits").double().cpu() for name in ("start", "end"))
+        starts, ends = (part_of(output, f"{name}_logits").cpu().double() for name in ("start", "end"))
         return [self._best(first + i, *logits) for i, logits in enumerate(zip(starts, ends, strict=True))]
 
     def _best(self, example: int, start: Tensor, end: Tensor) -> str:
