@@ -108,12 +108,10 @@ def search(
         A plan for each of ``keep``, then for each of ``budgets``. They are nested: one with fewer heads has no others.
 
     Raises:
-        HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, no examples, or a batch
-            that the model does not run on.
+        HeadPruneError: A budget out of reach, an unknown strategy, layer or head, scores of another model, no examples, a bad batch.
     """
     check_weights(model)
-    given = nonempty(listed(batches), "search with")
-    choose = None if choose is None else listed(choose, "choose")
+    given, choose = nonempty(listed(batches), "search with"), None if choose is None else listed(choose, "choose")
     layers = layers_for(model, layers, batches=given)
     wanted = budgets_of(keep, budgets, maskable_of(model, layers))
     protect = protect if isinstance(protect, str) else ",".join(protect)

@@ -176,11 +176,14 @@ def evaluate(
         raise _not_given(model, name)
     answers = _answers(model, losses.use.convention, *read) if asked else Answers("", (), ())
     for metric in asked:
-        own = _in_texts(measurement.texts, texts) if texts and metric.takes_texts else answers
-        measurement.metrics[metric.name], measurement.jackknife[metric.name] = metric.measure(own)
-        if (guess := metric.guess(own)) is not None:
-            measurement.guesses[metric.name] = guess
+        _add(metric, _in_texts(measurement.texts, texts) if texts and metric.takes_texts else answers, measurement)
     return measurement
+
+
+def _add(metric: Metric, answers: Answers, measurement: Measurement) -> None:
+    measurement.metrics[metric.name], measurement.jackknife[metric.name] = metric.measure(answers)
+    if (guess := metric.guess(answers)) is not None:
+        measurement.guesses[metric.name] = guess
 
 
 def _asked(metrics: Sequence[str | Metric | Callable[[Any, Any], float]]) -> list[Metric]:

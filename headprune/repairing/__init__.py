@@ -82,8 +82,7 @@ def repair(
         The `Repair`: `Repair.trials` say how every step did on examples that it was not fitted to.
 
     Raises:
-        HeadPruneError: An unknown layer or head, a plan for another model, a ridge that is not above 0, no examples, or a batch
-            that the model does not run on.
+        HeadPruneError: An unknown layer or head, a plan for another model, a ridge that is not above 0, no examples, a bad batch.
     """
     check_weights(model)
     if ridge is not None and not ridge > 0:
