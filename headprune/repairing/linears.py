@@ -57,10 +57,10 @@ def movable_linears(
                 chosen.add(name)
         found = [_linear(name, module, layers) for name, module in modules.items() if name in chosen]
     # One rank's: another may round otherwise, or have less memory.
-    sizes_of = current().first("linear layers", partial(_sizes_of_separate, runner, found)) if found else {}
-    if most is not None and max(map(runner.rows.size, runner.batches)) * sum(sizes_of.values()) > _MOST:
+    separate = current().first("linear layers", partial(_sizes_of_separate, runner, found)) if found else {}
+    if most is not None and max(map(runner.rows.size, runner.batches)) * sum(separate.values()) > _MOST:
         return []
-    return [linear for linear in found if linear.name in sizes_of]
+    return [linear for linear in found if linear.name in separate]
 
 
 def _of_several(runner: Runner, others: Sequence[Any]) -> Runner:
@@ -123,9 +123,7 @@ def _sizes_of_separate(runner: Runner, linears: Sequence[LinearLayer]) -> dict[s
         size = min(size, max(2, _MOST // max(1, sum(sizes.values()))))
         tried = (0, size - 1)
         together = seen(size, *tried)
-    except (
-        Exception
-    ):  # memory may run out, answers may not be differentiable, and a model may raise anything: then only W_O moves
+    except Exception:  # memory may run out, and a model may raise anything: then only W_O moves
         return {}
 
     def is_apart(linear: LinearLayer) -> bool:
