@@ -562,20 +562,21 @@ def test_values_and_outputs_end_where_the_slopes_are_zero(name: str, monkeypatch
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_step_is_the_ridge_regression(some: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With strengths that are compared on some rows only, gradients far below 1, and noise in what is lacking."""
-    j = draw(200, 300) * torch.logspace(0, -2, 300) * 1e-12
-    y = 1e12 * j @ draw(300, seed=1)
+    j = draw(200, 300) * torch.logspace(0, -2, 300) * 1e-25
+    y = 1e25 * j @ draw(300, seed=1)
     lacking = (y + y.std() * draw(200, seed=2)).view(100, 2)
     monkeypatch.setattr(gauss_newton, "_MOST_TRIED", 100 if some else 1000)
-    found = gauss_newton.kernel_ridge(j.to(dtype), lacking, torch.arange(100))
-    assert found
     unit = float(j.square().sum(1).mean())
-    kernel = j @ j.T / unit
-    expected = j.T @ torch.linalg.solve(kernel + found[1] * torch.eye(200).double(), lacking.flatten()) / unit
-    torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    kernel, its_unit = gauss_newton.kernel_of(j.to(dtype))
+    torch.testing.assert_close(kernel.double(), j @ j.T / unit, rtol=1e-3, atol=1e-5)
+    assert its_unit == pytest.approx(unit, rel=1e-5)
+    found = gauss_newton.kernel_ridge(kernel, lacking, torch.arange(100))
+    assert found
+    expected = j.T @ torch.linalg.solve(j @ j.T / unit + found[1] * torch.eye(200).double(), lacking.flatten())
+    torch.testing.assert_close(j.T @ found[0], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
     assert found[2] < float(lacking.square().mean().sqrt())
-    assert (
-        gauss_newton.kernel_ridge(torch.eye(200).to(dtype), draw(100, 2), torch.arange(100)) is None
-    )  # nothing but noise
+    nothing = torch.eye(200).to(dtype)  # but noise
+    assert gauss_newton.kernel_ridge(nothing, draw(100, 2), torch.arange(100)) is None
 
 
 def test_coordinates_are_what_gradients_are_longest_along() -> None:

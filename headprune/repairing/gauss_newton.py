@@ -68,6 +68,16 @@ class Coordinates:
             result[name] = left @ core.view(left.shape[1], right.shape[1]) @ right.T
         return result
 
+    def without_unused(self) -> Coordinates:
+        """The same, without directions that are in no product."""
+        inputs, outputs, chosen = dict(self.inputs), dict(self.outputs), dict(self.chosen)
+        for name, own in self.chosen.items():
+            wide = outputs[name].shape[1]
+            (left, i), (right, j) = (t.unique(return_inverse=True) for t in (own // wide, own % wide))
+            inputs[name], outputs[name] = inputs[name][:, left], outputs[name][:, right]
+            chosen[name] = i * len(right) + j
+        return Coordinates(inputs, outputs, chosen)
+
     def _products(self, name: str, part: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
         """One matrix's gradients in its eigenvector bases, ``[rows, some, some]``, in parts that fit into memory."""
         x, slopes = part
@@ -101,7 +111,7 @@ def choose_coordinates(parts: Sequence[Parts], most: int) -> Coordinates:
     best = gathered(lengths).topk(min(most, sum(sizes))).indices.sort().values
     spans = zip(names, first.tolist(), sizes, strict=False)
     chosen = {name: best[(best >= start) & (best < start + size)] - start for name, start, size in spans}
-    return Coordinates(inputs, outputs, chosen)
+    return Coordinates(inputs, outputs, chosen).without_unused()
 
 
 def _eigenvectors(values: Sequence[Tensor]) -> Tensor:
@@ -150,21 +160,24 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
     before, residuals, gradients, coordinates = _system(answers.cut(_most_at_once(answers, places)), places)
     if not bool(residuals.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
         return None
-    solution = kernel_ridge(gradients, residuals, answers.left_out)
+    kernel, unit = kernel_of(gradients)
+    solution = kernel_ridge(kernel, residuals, answers.left_out)
     if solution is None:
         return None
-    change, strength, held_out = solution
-    unit = _unit(gradients)
+    alpha, strength, held_out = solution
+
+    def changes(alpha: Tensor) -> Changes:
+        return weights_of(coordinates.matrices(_sum(gradients, alpha) / unit), places)
 
     def on_fold(fold: int) -> Changes:
-        own = answers.folds == fold
-        rows = gradients.view(len(residuals), -1, gradients.shape[1])[own].flatten(0, 1)
-        _, alpha = _left_out(_products(rows / unit**0.5), residuals[own].flatten(), [], strength)
-        return weights_of(coordinates.matrices(_sum(rows, alpha) / unit), places)
+        own = (answers.folds == fold).repeat_interleave(residuals.shape[1])
+        alone = torch.zeros_like(alpha)
+        _, alone[own] = _left_out(kernel[own][:, own], residuals.flatten()[own], [], strength)
+        return changes(alone)
 
     facts = AnswersRepair(before, held_out, strength, len(residuals))
     others = int((answers.folds == 1).sum()) if answers.others else 0
-    return AnswersStep(weights_of(coordinates.matrices(change), places), facts, on_fold, others)
+    return AnswersStep(changes(alpha), facts, on_fold, others)
 
 
 def _most_at_once(answers: DenseAnswers, places: Places) -> int:
@@ -238,24 +251,24 @@ def _slopes(answers: DenseAnswers, index: int, names: Sequence[str]) -> tuple[Te
     return residuals[0], residuals[1], seen
 
 
-def kernel_ridge(gradients: Tensor, residuals: Tensor, left_out: Tensor) -> tuple[Tensor, float, float] | None:
+def kernel_ridge(kernel: Tensor, residuals: Tensor, left_out: Tensor) -> tuple[Tensor, float, float] | None:
     """Kernel ridge regression, with the strength that is best by leaving out each group of examples in turn.
 
-    With A the gradients' inner products plus the ridge, and y the residuals, a group's error when it is left out is
+    With A the kernel plus the ridge, and y the residuals, a group's error when it is left out is
     ``(A⁻¹)_gg⁻¹ (A⁻¹ y)_g`` (block form of Allen's PRESS, 1974). If there are many groups, and examples have
     several rows, strengths are compared on some of the groups.
 
     Args:
-        gradients: ``[rows, coordinates]``: a row for each direction of an example's answer, example by example.
+        kernel: Inner products of gradients, ``[rows, rows]``, a row for each direction of an example's answer, example by
+            example; 1 on average on the diagonal.
         residuals: The residuals, ``[examples, directions]``.
         left_out: ``[examples]``, the number of an example's group.
 
     Returns:
-        The change ``[coordinates]`` in float64, the strength, and the root mean squared error on left-out groups; None
-        if no strength does better than no change.
+        The coefficients of the gradients ``[rows]`` in float64, the strength, and the root mean squared error on left-out groups;
+        None if no strength does better than no change.
     """
-    wanted, unit = residuals.flatten(), _unit(gradients)
-    kernel = _products(gradients / unit**0.5)
+    wanted = residuals.flatten()
     groups = _rows_of_groups(left_out, residuals.shape[1])
     apart = -(-len(wanted) // _MOST_TRIED) if residuals.shape[1] > 1 else 1
     some = [own[::apart] for own in groups]
@@ -267,12 +280,7 @@ def kernel_ridge(gradients: Tensor, residuals: Tensor, left_out: Tensor) -> tupl
     least, alpha = _left_out(kernel, wanted, groups, strength)
     if not least < _GAIN * _root(residuals):
         return None
-    return _sum(gradients, alpha) / unit, strength, least
-
-
-def _unit(rows: Tensor) -> float:
-    """Mean squared length of the rows, summed in float64."""
-    return float(torch.cat([some.double().square().sum(1) for some in torch.split(rows, _ROWS_AT_ONCE)]).mean())
+    return alpha, strength, least
 
 
 def _sum(rows: Tensor, alpha: Tensor) -> Tensor:
@@ -296,15 +304,20 @@ def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength
     return _root(torch.cat(errors)) if errors else float("nan"), alpha
 
 
-def _products(rows: Tensor) -> Tensor:
-    """Inner products ``[rows, rows]``."""
+def kernel_of(rows: Tensor) -> tuple[Tensor, float]:
+    """Inner products of rows ``[rows, rows]`` by their mean squared length, and this length."""
+    longest = max(
+        float(some.abs().max()) for some in torch.split(rows, _ROWS_AT_ONCE)
+    )  # squares of short rows may be 0 in float32
     kernel = rows.new_empty(len(rows), len(rows))
     block = max(1, -(-len(rows) // 4))
-    for first in range(0, len(rows), block):  # symmetric: each product fills both sides of the diagonal
-        products = rows[first : first + block] @ rows[first:].T
-        kernel[first : first + block, first:] = products
-        kernel[first:, first : first + block] = products.T
-    return kernel
+    for first in range(0, len(rows), block):
+        end = first + block
+        products = (rows[first:end] / longest) @ rows[first:].T
+        kernel[first:end, first:] = products  # symmetric: each product fills both sides of the diagonal
+        kernel[first:, first:end] = products.T
+    unit = float(kernel.diagonal().double().mean())
+    return kernel.div_(unit), unit * longest
 
 
 def _rows_of_groups(left_out: Tensor, directions: int) -> list[Tensor]:
