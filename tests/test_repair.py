@@ -29,7 +29,7 @@ from headprune.repairing import (
 from headprune.repairing import layers as layer_steps
 from headprune.repairing.examples import probe_of
 from headprune.repairing.gauss_newton import choose_coordinates
-from headprune.repairing.steps import ALL_FITTED, best_length, better, drop_columns, refit_answers
+from headprune.repairing.steps import ALL_FITTED, BLENDED, best_length, better, drop_columns, refit_answers
 from tests.support import brute
 from tests.support.checks import hooks, same, state
 from tests.support.plain import WIDTH, Attention, noise
@@ -146,7 +146,7 @@ def test_the_first_half_of_one_and_the_second_of_another(
     size: int, enough: int, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same block of four and the same fold; W_O is fitted to them too (of many, to them alone), on whichever side padding is."""
-    monkeypatch.setattr(examples, "ENOUGH_TEXTS", enough)
+    monkeypatch.setattr(examples, "ENOUGH", enough)
     model, _ = brute.classifier(2)
     layer, drop = hp.find_attention(model, texts(left))[0], {"bert.encoder.layer.0.attention.self": [1]}
     whole, seen = texts(left), list[dict[str, Tensor]]()
@@ -181,6 +181,41 @@ def test_the_first_half_of_one_and_the_second_of_another(
     weight, free = brute.ridge_regression(own_tokens, old[kept], bias, 0.1)  # type: ignore[arg-type]
     torch.testing.assert_close(brute.output_of(mended, layer)[0][kept], weight)
     torch.testing.assert_close(brute.output_of(mended, layer)[1], free)
+
+
+@pytest.mark.parametrize("kind", ["some", "many"])
+def test_a_little_of_another_image(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same block; the last step alone is fitted to them, beside the images, of the choosing examples too; of many there are none."""
+    monkeypatch.setattr(
+        "headprune.repairing.steps.better", lambda before, after: True
+    )  # what is random here teaches nothing
+    if kind == "many":
+        monkeypatch.setattr(examples, "ENOUGH", 2 * 24 - 1)
+    model, example = brute.model_of("vit")
+    images, seen = draw(48, *example["pixel_values"].shape[1:]), list[Tensor]()
+    score, choose = ([{"pixel_values": own} for own in part.split(5)] for part in (images[:24], images[24:]))
+    model.register_forward_pre_hook(lambda module, args, given: seen.append(given["pixel_values"]), with_kwargs=True)
+    drop = {hp.find_attention(model, example)[0].name: [1]}
+
+    def blends(first: int) -> list[Tensor]:
+        result = []
+        for row in range(24):
+            block = [other for other in range(24) if other % 2 == row % 2 and other // 8 == row // 8]
+            second = block[(block.index(row) + 1) % 4]
+            result.append(0.8 * images[first + row] + 0.2 * images[first + second])
+        return result
+
+    def ran(image: Tensor) -> bool:
+        return any(torch.allclose(image, own, atol=1e-6) for batch in seen for own in batch)
+
+    _, done = brute.repaired(model, drop, *score, choose=choose, answers=False)
+    assert done.mixtures == 0 and not any(map(ran, blends(0)))
+    _, done = brute.repaired(model, drop, *score, choose=choose)
+    assert done.mixtures == 0
+    assert [all(map(ran, blends(first))) for first in (0, 24)] == [kind == "some"] * 2
+    assert done.answers is not None
+    assert done.answers.examples == (96 if kind == "some" else 48)
+    assert (BLENDED in done.notes) == (kind == "some")
 
 
 @pytest.mark.parametrize("kind", ["vit", "llama", "places", "causal", "two"])
@@ -684,7 +719,7 @@ def test_as_many_directions_as_there_is_room_for(shares: int, monkeypatch: pytes
 
 def test_many_examples_are_seen_in_part_and_have_fewer_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     for enough, count, beside in ((63, 1, False), (64, 1, True), (95, 1, True), (96, 2, True)):  # there are 32 examples
-        monkeypatch.setattr(examples, "ENOUGH_TEXTS", enough)
+        monkeypatch.setattr(examples, "ENOUGH", enough)
         found = calibrated()
         assert found.statistics.passes == pytest.approx(found.cost)
         assert {mixed.shift for mixed in found.runner.mixtures} == set(range(1, count + 1))

@@ -139,6 +139,8 @@ class Calibration:
         """The dense answers that the last step is fitted to, or why there are none; and the passes that they took."""
         _ = self.statistics  # first, since they add mixtures to the examples
         runner, before = self.runner, self.runner.passes
+        if self.mixes and not runner.mixtures:
+            runner.add_mixtures(images=True)
         answers = dense_answers(runner)
         if self.others and not isinstance(answers, str):
             # As many rows at most as the calibration examples may have.
@@ -146,7 +148,7 @@ class Calibration:
             try:
                 further = self.runner_of_others(MOST_ROWS // rows_of_each)
                 if runner.mixtures:
-                    further.add_mixtures()
+                    further.add_mixtures(runner.images)
                 both = dense_answers(runner, further)
             except Exception as error:  # others may have another form, and a model may raise anything about a mixture
                 if is_out_of_memory(error):

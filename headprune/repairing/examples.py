@@ -3,16 +3,18 @@
 The gradients of the projections give the Fisher information. The answers (one vector of logits per example) are the
 target of the last repair step.
 
-A mixture is the first half of one text and the second half of another. A model was often trained on its calibration
-examples and overfits them; its answers to mixtures are more like those to unseen examples. So of many texts, mixtures
-are fitted to in their place; of few, both, since more is better there (`ENOUGH_TEXTS`). (Like CutMix, Yun et al. 2019,
-arXiv:1905.04899, but for texts, and the dense model gives the targets, so no labels are mixed. In our benchmark,
-swapping halves of small images made repair worse, and a language model, not trained on its examples, did not change.)
+A mixture is the first half of one text and the second half of another, or an image with a little of another one in it.
+A model was often trained on its calibration examples and overfits them; its answers to mixtures are more like those to
+unseen examples. So of many texts, mixtures are fitted to in their place; of few, both, since more is better there
+(`ENOUGH`). (Like CutMix, Yun et al. 2019, arXiv:1905.04899, but for texts, and mixup, Zhang et al. 2018,
+arXiv:1710.09412; the dense model gives the targets, so no labels are mixed. In our benchmark, the fits of single layers
+gain nothing by images' mixtures, so the last step alone has them; swapping halves of images made repair worse, and a
+language model, not trained on its examples, did not change.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -30,9 +32,10 @@ from headprune.inputs import LABELS, tensors, widened
 if TYPE_CHECKING:
     from headprune.repairing.runner import Runner
 
-ENOUGH_TEXTS = 1024  # to fit to: texts and mixtures of them
+ENOUGH = 1024  # to fit to: examples and mixtures of them
 BLOCK = 4  # examples that are mixed only with one another, so that they can be left out together
 _MANY_CLASSES, _STARTS = 4096, 1 << 20  # as of a language model; starts of a token's run of random numbers
+_SHARE = 0.2  # of the other image in a mixture
 _TEXT = {"input_ids", "attention_mask", "token_type_ids"}
 
 
@@ -58,12 +61,12 @@ def block_of(number: Tensor) -> Tensor:
 
 def mixes_only(examples: int) -> bool:
     """Whether there are enough examples to fit to mixtures of them alone."""
-    return 2 * examples > ENOUGH_TEXTS
+    return 2 * examples > ENOUGH
 
 
 def mixtures_of_each(examples: int) -> int:
     """How many mixtures are made of each of so many examples."""
-    return 2 if 3 * examples <= ENOUGH_TEXTS else 1
+    return 2 if 3 * examples <= ENOUGH else 1
 
 
 def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) -> list[Mixed]:
@@ -85,10 +88,6 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
         if cut is None:
             return []
         texts += cut
-    block = block_of(torch.arange(len(texts))).tolist()
-    members: dict[int, list[int]] = {}
-    for number in range(len(texts)):
-        members.setdefault(block[number], []).append(number)
     masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
     side = "left" if any(bool((mask[:, 0] == 0).any()) for mask in masks) else "right"
     result = []
@@ -97,17 +96,61 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
         value = padding if name == "input_ids" else 0
         return pad_sequence(parts, batch_first=True, padding_value=value, padding_side=side)
 
-    for shift in range(1, times + 1):
-        first = 0
-        for batch in batches:
-            numbers = range(first, first := first + rows.size(batch))
-            blocks = [(number, members[block[number]]) for number in numbers]
-            pairs = [(n, own[(own.index(n) + shift) % len(own)]) for n, own in blocks if len(own) > shift]
-            if pairs:
-                mixed = [_mixed(texts[one], texts[other]) for one, other in pairs]
-                inputs = {name: padded(name, [text[name] for text in mixed]) for name in mixed[0]}
-                result.append(Mixed(inputs, torch.tensor([one for one, _ in pairs]), shift))
+    for shift, firsts, others in _pairs(batches, rows, times):
+        mixed = [_mixed(texts[one], texts[other]) for one, other in zip(firsts, others, strict=True)]
+        inputs = {name: padded(name, [text[name] for text in mixed]) for name in mixed[0]}
+        result.append(Mixed(inputs, torch.tensor(firsts), shift))
     return result
+
+
+def mixed_images(batches: Sequence[Any], rows: Rows) -> list[Mixed]:
+    """Blend every image with a little of the next one in its block; none of many, since they are enough.
+
+    Args:
+        batches: Calibration examples, with labels or without.
+        rows: How examples lie in the batches.
+
+    Returns:
+        Batches on the examples' device, one for each batch; empty if they are not images of one size alone.
+    """
+    images = [image for batch in batches for image in _images(batch, rows)]
+    if len(images) < len(batches) or len({(name, own.shape[1:]) for name, own in images}) > 1:
+        return []
+    if mixes_only(sum(map(rows.size, batches))):
+        return []
+    every, name = torch.cat([own for _, own in images]), images[0][0]
+    return [
+        Mixed({name: torch.lerp(every[firsts], every[others], _SHARE)}, torch.tensor(firsts), shift)
+        for shift, firsts, others in _pairs(batches, rows, 1)
+    ]
+
+
+def _images(batch: Any, rows: Rows) -> list[tuple[str, Tensor]]:
+    """The name of a batch's only input, if it is images ``[examples, channels, height, width]``, and these."""
+    inputs = {k: v for k, v in batch.items() if k not in LABELS} if isinstance(batch, Mapping) else {}
+    return [
+        (name, own)
+        for name, own in inputs.items()
+        if len(inputs) == 1 and isinstance(own, Tensor) and own.ndim == 4 and own.is_floating_point()
+        if len(own) == rows.size(batch)
+    ]
+
+
+def _pairs(batches: Sequence[Any], rows: Rows, times: int) -> Iterator[tuple[int, list[int], list[int]]]:
+    """The numbers of the examples to mix, shift by shift and batch by batch: the shift, the first ones, the others."""
+    block = block_of(torch.arange(sum(map(rows.size, batches)))).tolist()
+    members: dict[int, list[int]] = {}
+    for number, of in enumerate(block):
+        members.setdefault(of, []).append(number)
+    for shift in range(1, times + 1):
+        end = 0
+        for batch in batches:
+            first, end = end, end + rows.size(batch)
+            firsts = [number for number in range(first, end) if len(members[block[number]]) > shift]
+            blocks = [members[block[number]] for number in firsts]
+            others = [own[(own.index(n) + shift) % len(own)] for n, own in zip(firsts, blocks, strict=True)]
+            if firsts:
+                yield shift, firsts, others
 
 
 def _texts(batch: Any, rows: Rows) -> list[dict[str, Tensor]] | None:
@@ -282,9 +325,9 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
         taken = [each for runner in runners for each in _some(runner)]
         known = _answers(taken)
         basis, examples = _basis(runners[0].model, known[0].shape[1]), runners[0].examples
-        # Of few, mixtures and examples, if there is room for both.
+        # Of few texts, mixtures and examples, if there is room for both; of images in any case, with fewer directions.
         more = [(runner, i) for runner in runners if runner.mixtures and not runner.mixed_only for i in runner.own]
-        if more and 2 * examples * directions(len(basis), examples) <= MOST_ROWS:
+        if more and (runners[0].images or 2 * examples * directions(len(basis), examples) <= MOST_ROWS):
             known, taken = _answers(more) + known, more + taken
     except HeadPruneError as error:
         return f"{NOT_FITTED}: {error.args[0]}"

@@ -70,11 +70,11 @@ class Coordinates:
 
     def without_unused(self) -> Coordinates:
         """The same, without directions that are in no product."""
-        inputs, outputs, chosen = dict(self.inputs), dict(self.outputs), dict(self.chosen)
+        inputs, outputs, chosen = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         for name, own in self.chosen.items():
-            wide = outputs[name].shape[1]
-            (left, i), (right, j) = (t.unique(return_inverse=True) for t in (own // wide, own % wide))
-            inputs[name], outputs[name] = inputs[name][:, left], outputs[name][:, right]
+            wide = self.outputs[name].shape[1]
+            (left, i), (right, j) = _numbered(own // wide), _numbered(own % wide)
+            inputs[name], outputs[name] = self.inputs[name][:, left], self.outputs[name][:, right]
             chosen[name] = i * len(right) + j
         return Coordinates(inputs, outputs, chosen)
 
@@ -86,6 +86,12 @@ class Coordinates:
         size = max(1, _MOST_GRADIENTS // max(1, each))
         for some, own in zip(torch.split(x, size), torch.split(slopes, size, dim=1), strict=True):
             yield torch.einsum("nti,pnto->npio", some @ left, own @ right).flatten(0, 1)
+
+
+def _numbered(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The different ones of some numbers in order, and the place of each number among them."""
+    used = values.bincount() > 0
+    return used.nonzero().flatten(), (used.cumsum(0) - 1)[values]
 
 
 def choose_coordinates(parts: Sequence[Parts], most: int) -> Coordinates:

@@ -17,7 +17,15 @@ from headprune.divergence import real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.parallel import current
-from headprune.repairing.examples import Mixed, logits_by_example, mixed_texts, mixes_only, mixtures_of_each, probe_of
+from headprune.repairing.examples import (
+    Mixed,
+    logits_by_example,
+    mixed_images,
+    mixed_texts,
+    mixes_only,
+    mixtures_of_each,
+    probe_of,
+)
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing, wrapped
 from headprune.scoring.base import Problem
@@ -44,6 +52,7 @@ class Runner:
         examples: Number of examples.
         rows: How examples lie in the batches.
         mixtures: Of the examples (`headprune.repairing.examples`).
+        images: Whether they are mixtures of images.
         dense_answers: The dense model's `answers_to` batches of `everything`, by number, once they are measured.
     """
 
@@ -57,6 +66,7 @@ class Runner:
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))
         self.mixtures: tuple[Mixed, ...] = ()
+        self.images = False
         self.dense_answers: dict[int, Tensor] = {}
         if not self._independent():
             self.batches = [row for batch in self.batches for row in self.rows.singles(batch)]
@@ -135,14 +145,18 @@ class Runner:
         """Cross-validation fold of every example of a batch of `everything`, ``[examples]``."""
         return self.numbers(index) % FOLDS
 
-    def add_mixtures(self) -> None:
-        """Add mixtures of every example, two of few; none, unless the model gives one answer for each in the first batch."""
-        padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
+    def add_mixtures(self, images: bool = False) -> None:
+        """Add mixtures of every text, two of few, or of every image; none, unless the model gives one answer for each in the first batch."""
+        if images:
+            mixtures = mixed_images(self.batches, self.rows)
+        else:
+            padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
+            mixtures = mixed_texts(self.batches, self.rows, mixtures_of_each(self.examples), padding)
         device = model_device(self.model)
-        texts = mixed_texts(self.batches, self.rows, mixtures_of_each(self.examples), padding)
-        self.mixtures = tuple(replace(mixed, inputs=move(mixed.inputs, device)) for mixed in texts)
+        self.mixtures = tuple(replace(mixed, inputs=move(mixed.inputs, device)) for mixed in mixtures)
         if self.mixtures and not self._takes_mixtures():
             self.mixtures = ()
+        self.images = images and bool(self.mixtures)
 
     def _takes_mixtures(self) -> bool:
         first = len(self.batches)

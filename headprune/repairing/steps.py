@@ -41,6 +41,7 @@ _AGAIN_TOKENS = 0.9  # likewise, where an example has many answers: there a step
 _NEAR = 1e-6  # nats: nearer, differences are mostly rounding
 NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 ALL_FITTED = "The last step was fitted to the choosing examples too."
+BLENDED = "The last step was fitted to mixtures of images too: four fifths of one, a fifth of another."
 _FARTHEST = 4.0**6  # of the lengths that are tried where an example has many answers, the longest, and 1 / the shortest
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
@@ -141,7 +142,7 @@ def drop_columns(calibration: Calibration, drop: Heads, biases: bool = False) ->
 def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> Repair:
     """The `Repair` that these weights amount to; ``passes`` include the calibration's."""
     runner, new = calibration.runner, weights.by_module
-    mixtures = sum(len(mixed.firsts) for mixed in runner.mixtures)
+    mixtures = 0 if runner.images else sum(len(mixed.firsts) for mixed in runner.mixtures)
     biases = tuple(name for name in calibration.new_biases if new.get(name, (None, None))[1] is not None)
     attention = {p.name for p in calibration.projections} | {v.name for v in calibration.values.values()}
     # Of a layer without any head left, queries, keys and values stay.
@@ -203,6 +204,7 @@ def checked_repair(
         del weights, tried  # and the gradients that their functions hold
     best = drop_columns(calibration, drop) if best is old else best
     notes += [ALL_FITTED] if best.others else []
+    notes += [BLENDED] if best.answers and calibration.runner.images else []
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None, narrow=None)
 
 
