@@ -598,10 +598,10 @@ def test_values_and_outputs_end_where_the_slopes_are_zero(name: str, monkeypatch
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_step_is_the_ridge_regression(some: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With strengths that are compared on some rows only, gradients far below 1, and noise in what is lacking."""
+    monkeypatch.setattr(gauss_newton, "_MOST_TRIED", 100 if some else 1000)
     j = draw(200, 300) * torch.logspace(0, -2, 300) * 1e-25
     y = 1e25 * j @ draw(300, seed=1)
     lacking = (y + y.std() * draw(200, seed=2)).view(100, 2)
-    monkeypatch.setattr(gauss_newton, "_MOST_TRIED", 100 if some else 1000)
     unit = float(j.square().sum(1).mean())
     kernel, its_unit = gauss_newton.kernel_of(j.to(dtype))
     torch.testing.assert_close(kernel.double(), j @ j.T / unit, rtol=1e-3, atol=1e-5)

@@ -381,6 +381,13 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
     found = system(model, start, [*batches, choose], drop, whole=bool(problem))
     held_out = {strength: found.held_out(strength) for strength in STRENGTHS}
     best = min(held_out, key=lambda strength: held_out[strength])
+    about = min(1.05 * held_out[best], 0.999 * float(found.lacking.square().mean().sqrt()))
+    for weaker in reversed(
+        [strength for strength in STRENGTHS if strength < best]
+    ):  # the weakest that is about as good
+        if held_out[weaker] >= about:
+            break
+        best = weaker
     assert facts.strength == pytest.approx(best)
     assert facts.held_out == pytest.approx(held_out[best], rel=1e-6)
     assert facts.before == pytest.approx(float(found.lacking.square().mean().sqrt()), rel=1e-9)
@@ -404,7 +411,7 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
 
 def test_without_others_the_step_is_tried_by_cross_fitting() -> None:
     """A third of the error on what was fitted to, and two thirds of that of each half's step on the other half."""
-    model, batches = brute.classifier(3, rows=(31, 19))
+    model, batches = brute.classifier(3, rows=(36, 24))
     start, plain = brute.repaired(model, DROP, *batches, mixtures=False, answers=False, choose=None)
     _, done = brute.repaired(model, DROP, *batches, mixtures=False, choose=None)
     found = system(model, start, batches, DROP, whole=False)
@@ -549,7 +556,7 @@ def test_answers_that_are_ruled_out_weigh_nothing_or_no_step_is_made(name: str) 
 
 def test_directions_among_many_classes_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where eigenvalues are equal, the eigenvectors are any: here in another order than in this machine's."""
-    model, batches = brute.classifier(10, rows=(150, 90))
+    model, batches = brute.classifier(10, rows=(36, 24))
     eigh = torch.linalg.eigh
 
     def elsewhere(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,7 @@ class AnswersRepair:
             model's, on the examples that are fitted to, without it.
         held_out: The same with the step, on left-out examples, to first order. Where an example has many answers, both are
             roots of mean divergences as `Trial` has them.
-        strength: The strength of the ridge, for which ``held_out`` is least; K-FAC's damping, where an example has many answers.
+        strength: The strength of the ridge, by ``held_out``; K-FAC's damping, where an example has many answers.
         examples: How many were fitted to.
         part: How much of the step was taken, from 0 to 1; 1 where an example has many answers, and the step's own length is searched.
     """
