@@ -324,11 +324,10 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
     try:
         taken = [each for runner in runners for each in _some(runner)]
         known = _answers(taken)
-        basis, examples = _basis(runners[0].model, known[0].shape[1]), runners[0].examples
-        # Of few texts, mixtures and examples, if there is room for both; of images in any case, with fewer directions.
+        basis = _basis(runners[0].model, known[0].shape[1])
+        # Of few examples, they beside their mixtures: more answers teach more than more directions of each.
         more = [(runner, i) for runner in runners if runner.mixtures and not runner.mixed_only for i in runner.own]
-        if more and (runners[0].images or 2 * examples * directions(len(basis), examples) <= MOST_ROWS):
-            known, taken = _answers(more) + known, more + taken
+        known, taken = _answers(more) + known, more + taken
     except HeadPruneError as error:
         return f"{NOT_FITTED}: {error.args[0]}"
     if not all(bool(each.isfinite().all()) for each in known):
