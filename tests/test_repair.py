@@ -16,6 +16,7 @@ import headprune as hp
 from headprune import repairing
 from headprune.attention import Heads
 from headprune.divergence import Fidelity
+from headprune.inputs import tensors
 from headprune.repairing import (
     calibrate,
     checked_repair,
@@ -217,6 +218,48 @@ def test_a_little_of_another_image(kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert done.answers is not None
     assert done.answers.examples == (96 if kind == "some" else 48)
     assert (BLENDED in " ".join(done.notes)) == (kind == "some")
+
+
+@pytest.mark.parametrize("form", ["a tensor", "a pair", "a dict and labels", "not only an image"])
+def test_images_are_mixed_in_any_form_of_batch(form: str) -> None:
+    model, example = brute.model_of("vit")
+    images, labels = draw(24, *example["pixel_values"].shape[1:]), torch.arange(24) % 2
+    batch = {
+        "a tensor": images, "a pair": (images, labels), "a dict and labels": {"pixel_values": images, "labels": labels},
+        "not only an image": {"pixel_values": images, "bool_masked_pos": None, "head_mask": labels},
+    }[form]  # fmt: skip
+    runner = calibrate(model, hp.find_attention(model, example), [batch]).runner
+    runner.add_mixtures(images=True)
+    assert len(runner.mixtures) == (form != "not only an image")
+    for mixed in runner.mixtures:
+        others = [row + 2 if row % 8 < 6 else row - 6 for row in range(24)]
+        torch.testing.assert_close(tensors(mixed.inputs), [0.8 * images + 0.2 * images[others]])
+        assert runner.size(1) == 24
+        torch.testing.assert_close(runner.dense_answers[1], brute.logits(model, tensors(mixed.inputs)[0]))
+
+
+@pytest.mark.parametrize("which", ["scoring", "choosing"])
+@pytest.mark.parametrize("raises", [True, False])
+def test_mixtures_of_images_without_an_answer_are_left_out(raises: bool, which: str) -> None:
+    """The model answers those of the first batch, but not two of the last."""
+    model, example = brute.model_of("vit")
+    images = draw(48, *example["pixel_values"].shape[1:]).clamp(-2, 2)
+    images[:, 0, 0, 0] = 9
+    images[20 if which == "scoring" else 44, 0, 0, 0] = -9
+    score, choose = ([{"pixel_values": own} for own in part.split(8)] for part in (images[:24], images[24:]))
+
+    def particular(module: Any, args: Any, given: dict[str, Tensor], output: Any) -> None:
+        refused = given["pixel_values"][:, 0, 0, 0].abs() < 6
+        if raises and refused.any():
+            raise ValueError("too dark")
+        output.logits = output.logits.masked_fill(refused[:, None], math.inf)
+
+    layers = hp.find_attention(model, example)
+    model.register_forward_hook(particular, with_kwargs=True)
+    found = calibrate(model, layers, score, others=choose)
+    answers, _ = found.answers
+    assert not isinstance(answers, str)
+    assert answers.examples == (48 if which == "scoring" else 72)
 
 
 @pytest.mark.parametrize("kind", ["vit", "llama", "places", "causal", "two"])
@@ -613,6 +656,19 @@ def test_a_step_is_the_ridge_regression(some: bool, dtype: torch.dtype, monkeypa
     assert found[2] < float(lacking.square().mean().sqrt())
     nothing = torch.eye(200).to(dtype)  # but noise
     assert gauss_newton.kernel_ridge(nothing, draw(100, 2), torch.arange(100)) is None
+
+
+def test_the_strength_is_a_tenth_of_the_best_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the error says little about it: the longer the step, the less its gradients tell."""
+    j = draw(60, 300) * torch.logspace(0, -2, 300)
+    kernel, _ = gauss_newton.kernel_of(j)
+    y, found = (j @ draw(300, seed=1) + draw(60, seed=2))[:, None], list[float]()
+    for about in (1.0, 2.0):
+        monkeypatch.setattr(gauss_newton, "_ABOUT", about)
+        solution = gauss_newton.kernel_ridge(kernel, y, torch.arange(60))
+        assert solution
+        found.append(solution[1])
+    assert found[1] == pytest.approx(found[0] / 10)
 
 
 def test_coordinates_are_what_gradients_are_longest_along() -> None:

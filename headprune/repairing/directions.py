@@ -266,7 +266,8 @@ def best_directions(projection: OutputProjection, values: Values, xx: Tensor, ra
         sizes, axes = torch.linalg.eigh(out @ out.T)
         parts.append(weight[:, values.features[own]] @ (axes * sizes.clamp(min=0).sqrt()))
     left = torch.cat(parts, dim=1)
-    sizes, turned = torch.linalg.eigh(left.T @ spread @ left)
+    # What is not finite has no eigenvectors; `_sum_moments` refuses it.
+    sizes, turned = torch.linalg.eigh((left.T @ spread @ left).nan_to_num(0.0, 0.0, 0.0))
     rank = min(rank, int((sizes > 1e-12 * sizes[-1]).sum()))  # what is beyond is rounding
     directions = left @ turned.flip(1)[:, :rank]
     length = weight[:, values.features.flatten()].square().sum(0).mean().sqrt()

@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from headprune.batches import Rows
 from headprune.divergence import gives_several, logits_of, part_of, real_tokens, regresses
 from headprune.errors import HeadPruneError
-from headprune.inputs import LABELS, tensors, widened
+from headprune.inputs import LABELS, by_path, map_tensors, tensors, widened
 
 if TYPE_CHECKING:
     from headprune.repairing.runner import Runner
@@ -44,12 +44,12 @@ class Mixed:
     """A batch of mixtures.
 
     Attributes:
-        inputs: Without labels.
+        inputs: In the form of the examples' batches, without labels.
         firsts: Numbers of the examples that give the first halves, ``[mixtures]``.
         shift: How far apart the two examples are in their block.
     """
 
-    inputs: dict[str, Tensor]
+    inputs: Any
     firsts: Tensor
     shift: int
 
@@ -113,27 +113,31 @@ def mixed_images(batches: Sequence[Any], rows: Rows) -> list[Mixed]:
     Returns:
         Batches on the examples' device, one for each batch; empty if they are not images of one size alone.
     """
-    images = [image for batch in batches for image in _images(batch, rows)]
-    if len(images) < len(batches) or len({(name, own.shape[1:]) for name, own in images}) > 1:
+    inputs = [_unlabelled(batch) for batch in batches]
+    images = [image for each in inputs for image in by_path(each).items()]
+    if len(images) != len(batches) or len({(path, own.shape[1:]) for path, own in images}) > 1:
         return []
-    if mixes_only(sum(map(rows.size, batches))):
+    (path, first), every = images[0], [own for _, own in images]
+    if first.ndim != 4 or not all(own.is_floating_point() for own in every) or rows.dim(path) != 0:
         return []
-    every, name = torch.cat([own for _, own in images]), images[0][0]
+    if mixes_only(sum(map(len, every))):
+        return []
+    whole = torch.cat(every)
+
+    def blended(firsts: list[int], others: list[int]) -> Any:
+        return map_tensors(inputs[0], lambda _: torch.lerp(whole[firsts], whole[others], _SHARE))
+
     return [
-        Mixed({name: torch.lerp(every[firsts], every[others], _SHARE)}, torch.tensor(firsts), shift)
+        Mixed(blended(firsts, others), torch.tensor(firsts), shift)
         for shift, firsts, others in _pairs(batches, rows, 1)
     ]
 
 
-def _images(batch: Any, rows: Rows) -> list[tuple[str, Tensor]]:
-    """The name of a batch's only input, if it is images ``[examples, channels, height, width]``, and these."""
-    inputs = {k: v for k, v in batch.items() if k not in LABELS} if isinstance(batch, Mapping) else {}
-    return [
-        (name, own)
-        for name, own in inputs.items()
-        if len(inputs) == 1 and isinstance(own, Tensor) and own.ndim == 4 and own.is_floating_point()
-        if len(own) == rows.size(batch)
-    ]
+def _unlabelled(batch: Any) -> Any:
+    """A batch in the same form, without labels."""
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if name not in LABELS}
+    return batch[:1] if isinstance(batch, tuple | list) else batch
 
 
 def _pairs(batches: Sequence[Any], rows: Rows, times: int) -> Iterator[tuple[int, list[int], list[int]]]:

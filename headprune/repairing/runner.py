@@ -146,7 +146,10 @@ class Runner:
         return self.numbers(index) % FOLDS
 
     def add_mixtures(self, images: bool = False) -> None:
-        """Add mixtures of every text, two of few, or of every image; none, unless the model gives one answer for each in the first batch."""
+        """Add mixtures of every text, two of few, or of every image; none, unless the model gives one answer for each.
+
+        Of texts, those in the first batch are tried; the others are when they are summed up.
+        """
         if images:
             mixtures = mixed_images(self.batches, self.rows)
         else:
@@ -154,19 +157,24 @@ class Runner:
             mixtures = mixed_texts(self.batches, self.rows, mixtures_of_each(self.examples), padding)
         device = model_device(self.model)
         self.mixtures = tuple(replace(mixed, inputs=move(mixed.inputs, device)) for mixed in mixtures)
-        if self.mixtures and not self._takes_mixtures():
+        tried = self.mixtures if images else self.mixtures[:1]
+        if not all(map(self._takes, range(len(self.batches), len(self.batches) + len(tried)))):
             self.mixtures = ()
+        elif images:
+            self.count(sum(len(mixed.firsts) for mixed in tried))
         self.images = images and bool(self.mixtures)
 
-    def _takes_mixtures(self) -> bool:
-        first = len(self.batches)
+    def _takes(self, index: int) -> bool:
+        """Whether the model answers all mixtures of a batch of `everything`; if so, the answers are kept."""
         with torch.no_grad(), self.deterministic_eval():
             try:
-                return self.answers_to(first, self.run(self.everything[first])) is not None
+                answers = self.answers_to(index, self.run(self.everything[index]))
             except Exception as error:  # a model may want labels, or a certain end of a text, and raise anything
                 if is_out_of_memory(error):
                     raise
                 return False
+        self.dense_answers |= {} if answers is None else {index: answers}
+        return answers is not None
 
     def answers_to(self, index: int, output: Any) -> Tensor | None:
         """One vector of logits for every example of a batch of `everything`, ``[examples, classes]``, float64 on the CPU.
