@@ -25,11 +25,12 @@ from headprune.repairing import (
     fit_layers,
     gauss_newton,
     kronecker,
+    mixtures,
     steps,
 )
 from headprune.repairing import layers as layer_steps
+from headprune.repairing.coordinates import choose_coordinates
 from headprune.repairing.examples import probe_of
-from headprune.repairing.gauss_newton import choose_coordinates
 from headprune.repairing.steps import ALL_FITTED, BLENDED, best_length, better, drop_columns, refit_answers
 from tests.support import brute
 from tests.support.checks import hooks, same, state
@@ -147,7 +148,7 @@ def test_the_first_half_of_one_and_the_second_of_another(
     size: int, enough: int, left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same block of four and the same fold; W_O is fitted to them too (of many, to them alone), on whichever side padding is."""
-    monkeypatch.setattr(examples, "ENOUGH", enough)
+    monkeypatch.setattr(mixtures, "ENOUGH", enough)
     model, _ = brute.classifier(2)
     layer, drop = hp.find_attention(model, texts(left))[0], {"bert.encoder.layer.0.attention.self": [1]}
     whole, seen = texts(left), list[dict[str, Tensor]]()
@@ -191,7 +192,7 @@ def test_a_little_of_another_image(kind: str, monkeypatch: pytest.MonkeyPatch) -
         "headprune.repairing.steps.better", lambda before, after: True
     )  # what is random here teaches nothing
     if kind == "many":
-        monkeypatch.setattr(examples, "ENOUGH", 2 * 24 - 1)
+        monkeypatch.setattr(mixtures, "ENOUGH", 2 * 24 - 1)
     model, example = brute.model_of("vit")
     images, seen = draw(48, *example["pixel_values"].shape[1:]), list[Tensor]()
     score, choose = ([{"pixel_values": own} for own in part.split(5)] for part in (images[:24], images[24:]))
@@ -776,7 +777,7 @@ def test_as_many_directions_as_there_is_room_for(shares: int, monkeypatch: pytes
 
 def test_many_examples_are_seen_in_part_and_have_fewer_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     for enough, count, beside in ((63, 1, False), (64, 1, True), (95, 1, True), (96, 2, True)):  # there are 32 examples
-        monkeypatch.setattr(examples, "ENOUGH", enough)
+        monkeypatch.setattr(mixtures, "ENOUGH", enough)
         found = calibrated()
         assert found.statistics.passes == pytest.approx(found.cost)
         assert {mixed.shift for mixed in found.runner.mixtures} == set(range(1, count + 1))

@@ -22,16 +22,9 @@ from headprune.offload import add_stored_biases, is_elsewhere, is_offloaded, put
 from headprune.parallel import current
 from headprune.pruned.structure import remove_biases
 from headprune.repairing.directions import Directions, find_directions, refittable_outputs, refittable_values, room
-from headprune.repairing.examples import (
-    MOST_ROWS,
-    SEVERAL,
-    DenseAnswers,
-    dense_answers,
-    mixed_texts,
-    mixes_only,
-    mixtures_of_each,
-)
+from headprune.repairing.examples import MOST_ROWS, SEVERAL, DenseAnswers, dense_answers
 from headprune.repairing.linears import movable_linears
+from headprune.repairing.mixtures import mixed_texts, mixes_only, mixtures_of_each
 from headprune.repairing.projections import FOLDS, LinearLayer, Moments, OutputProjection, Values, output_projections
 from headprune.repairing.results import LayerFit, NewWeights
 from headprune.repairing.runner import Calls, Runner
@@ -279,7 +272,7 @@ def calibrate(
     Args:
         repair: Whether to refit anything.
         values: Whether to refit values too, where possible.
-        mixtures: Whether to fit to mixtures of the examples, where possible (`headprune.repairing.examples`).
+        mixtures: Whether to fit to mixtures of the examples, where possible (`headprune.repairing.mixtures`).
         biases: Whether output projections without a bias can be given one.
         others, ridge, progress: As of `Calibration`.
     """

@@ -126,7 +126,7 @@ class Repair:
     Attributes:
         layers: How well each layer fits, on the calibration examples before the step towards the answers.
         examples: Number of calibration examples.
-        mixtures: Number of mixtures of them that were fitted to as well, or of many in their place (`headprune.repairing.examples`).
+        mixtures: Number of mixtures of them that were fitted to as well, or of many in their place (`headprune.repairing.mixtures`).
         passes: Forward passes over them.
         biases: Output projections that had no bias, and have one now.
         notes: Which weights could not be refitted, and why.

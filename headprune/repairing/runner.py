@@ -17,15 +17,8 @@ from headprune.divergence import real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.parallel import current
-from headprune.repairing.examples import (
-    Mixed,
-    logits_by_example,
-    mixed_images,
-    mixed_texts,
-    mixes_only,
-    mixtures_of_each,
-    probe_of,
-)
+from headprune.repairing.examples import logits_by_example, probe_of
+from headprune.repairing.mixtures import Mixed, mixed_images, mixed_texts, mixes_only, mixtures_of_each
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing, wrapped
 from headprune.scoring.base import Problem
@@ -51,7 +44,7 @@ class Runner:
         batches: The non-empty ones, on the model's device; of one example each, if a projection mixes examples up.
         examples: Number of examples.
         rows: How examples lie in the batches.
-        mixtures: Of the examples (`headprune.repairing.examples`).
+        mixtures: Of the examples (`headprune.repairing.mixtures`).
         images: Whether they are mixtures of images.
         dense_answers: The dense model's `answers_to` batches of `everything`, by number, once they are measured.
     """
