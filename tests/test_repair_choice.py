@@ -5,7 +5,7 @@ import gc
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.divergence import Fidelity
-from headprune.repairing import calibrate
+from headprune.repairing import calibrate, gauss_newton
 from headprune.repairing.steps import ALL_FITTED, best_length
 from tests.support import brute, cases
 from tests.support.checks import hooks, same, state
@@ -407,6 +407,30 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
         else set()
     )
     assert changed == {name for name, _ in places_of(start, drop, batches[0])} - still
+
+
+def test_where_a_step_goes_too_far_a_more_careful_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the ridge that is best for left-out examples, and is decided on alike."""
+    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
+    monkeypatch.setattr("headprune.repairing.gauss_newton._ABOUT", 1.0)
+    model, batches = brute.classifier(3, rows=(36, 24))
+    given: dict[str, Any] = {"mixtures": False, "choose": [text(120, 7, seed=78)]}
+    expected, best = brute.repaired(model, DROP, *batches, **given)
+    assert best.trials[-1].kept
+    monkeypatch.setattr("headprune.repairing.gauss_newton._ABOUT", math.inf)
+    steps, fit = list[Any](), gauss_newton.gauss_newton
+
+    def too_far(*args: Any) -> Any:
+        step = fit(*args)
+        far = {name: (100 * weight, 100 * bias) for name, (weight, bias) in step.changes.items()}
+        steps.append(replace(step, changes=far, on_fold=lambda fold: far))
+        return steps[-1]
+
+    monkeypatch.setattr("headprune.repairing.steps.gauss_newton", too_far)
+    mended, done = brute.repaired(model, DROP, *batches, **given)
+    assert steps[0].facts.strength < best.answers.strength
+    assert (done.answers, done.trials) == (best.answers, best.trials)
+    assert same(mended, state(expected))
 
 
 def test_without_others_the_step_is_tried_by_cross_fitting() -> None:

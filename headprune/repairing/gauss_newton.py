@@ -8,6 +8,7 @@ few thousand, or more if an answer has one direction only (as with two classes),
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -57,23 +58,28 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
     if not bool(residuals.isfinite().all() & gradients.isfinite().all()) or not bool(gradients.any()):
         return None
     kernel, unit = kernel_of(gradients)
-    solution = kernel_ridge(kernel, residuals, answers.left_out)
-    if solution is None:
-        return None
-    alpha, strength, held_out = solution
 
     def changes(alpha: Tensor) -> Changes:
         return weights_of(coordinates.matrices(_sum(gradients, alpha) / unit), places)
 
-    def on_fold(fold: int) -> Changes:
-        own = (answers.folds == fold).repeat_interleave(residuals.shape[1])
-        alone = torch.zeros_like(alpha)
-        _, alone[own] = _left_out(kernel[own][:, own], residuals.flatten()[own], [], strength)
-        return changes(alone)
+    def step(about: float) -> AnswersStep | None:
+        solution = kernel_ridge(kernel, residuals, answers.left_out, about)
+        if solution is None:
+            return None
+        alpha, strength, held_out = solution
 
-    facts = AnswersRepair(before, held_out, strength, len(residuals))
-    others = int((answers.folds == 1).sum()) if answers.others else 0
-    return AnswersStep(changes(alpha), facts, on_fold, others)
+        def on_fold(fold: int) -> Changes:
+            own = (answers.folds == fold).repeat_interleave(residuals.shape[1])
+            alone = torch.zeros_like(alpha)
+            _, alone[own] = _left_out(kernel[own][:, own], residuals.flatten()[own], [], strength)
+            return changes(alone)
+
+        facts = AnswersRepair(before, held_out, strength, len(residuals))
+        others = int((answers.folds == 1).sum()) if answers.others else 0
+        return AnswersStep(changes(alpha), facts, on_fold, others)
+
+    found = step(_ABOUT)
+    return found and replace(found, careful=partial(step, 1.0))
 
 
 def _most_at_once(answers: DenseAnswers, places: Places) -> int:
@@ -147,7 +153,9 @@ def _slopes(answers: DenseAnswers, index: int, names: Sequence[str]) -> tuple[Te
     return residuals[0], residuals[1], seen
 
 
-def kernel_ridge(kernel: Tensor, residuals: Tensor, left_out: Tensor) -> tuple[Tensor, float, float] | None:
+def kernel_ridge(
+    kernel: Tensor, residuals: Tensor, left_out: Tensor, about: float = _ABOUT
+) -> tuple[Tensor, float, float] | None:
     """Kernel ridge regression, with a strength that is good by leaving out each group of examples in turn.
 
     With A the kernel plus the ridge, and y the residuals, a group's error when it is left out is
@@ -161,6 +169,7 @@ def kernel_ridge(kernel: Tensor, residuals: Tensor, left_out: Tensor) -> tuple[T
             example; 1 on average on the diagonal.
         residuals: The residuals, ``[examples, directions]``.
         left_out: ``[examples]``, the number of an example's group.
+        about: Strengths with at most so many times the best one's error are about as good; 1: the best one is taken.
 
     Returns:
         The coefficients of the gradients ``[rows]`` in float64, the strength, and the root mean squared error on left-out groups;
@@ -175,7 +184,7 @@ def kernel_ridge(kernel: Tensor, residuals: Tensor, left_out: Tensor) -> tuple[T
     small = kernel[chosen][:, chosen]
     error = cache(lambda strength: _left_out(small, wanted[chosen], tried, strength)[0])
     strength, least = downhill(error, STRENGTHS, STRENGTHS.index(_START))
-    most = min(_ABOUT * least, _GAIN * _root(wanted[chosen]))
+    most = min(about * least, _GAIN * _root(wanted[chosen]))
     best = STRENGTHS.index(strength)
     for weaker in reversed(STRENGTHS[max(0, best - _WEAKER) : best]):
         if not error(weaker) < most:

@@ -171,7 +171,7 @@ class _Look:
             return AnswersStep(changes(both), facts, on_fold, others)
 
         step, losing = step_of(sums), [p.name for p in self.calibration.losing(self.drop)]
-        return step and replace(step, narrow=step_of(losing) if len(losing) < len(sums) else None)
+        return step and replace(step, careful=partial(step_of, losing) if len(losing) < len(sums) else None)
 
     def _sums(self, some: Sequence[int], outputs: bool = True) -> tuple[Sums, int]:
         """The sums over the tokens of some batches, with outputs' slopes or without; and the number of their examples."""

@@ -79,14 +79,14 @@ class AnswersStep:
         facts: How well they fit.
         on_fold: The changes fitted to one fold alone. If others are fitted to as well, fold 0 is the calibration examples.
         others: How many of the examples that are fitted to are `Calibration.others`.
-        narrow: The step of the layers that lose heads alone, where others move too.
+        careful: Makes another step that does less, where there is one: with a stronger ridge, or of the layers that lose heads alone.
     """
 
     changes: Changes
     facts: AnswersRepair
     on_fold: Callable[[int], Changes]
     others: int = 0
-    narrow: AnswersStep | None = None
+    careful: Callable[[], AnswersStep | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class RepairWeights:
         others: How many of `Calibration.others` a last step was fitted to.
         on_fold: ``on_fold(i)``: the weights if the last step is fitted to fold i alone, with the same strength; see `AnswersStep`.
         with_part: ``with_part(part)``: the weights with only a part of the last step, if that can be taken in part.
-        narrow: The same with `AnswersStep.narrow` in place of the last step.
+        careful: Makes the weights with `AnswersStep.careful` in place of the last step.
     """
 
     by_module: NewWeights = field(default_factory=dict)
@@ -198,7 +198,7 @@ class RepairWeights:
     others: int = 0
     on_fold: Callable[[int], RepairWeights] | None = None
     with_part: Callable[[float], RepairWeights] | None = None
-    narrow: Callable[[float], RepairWeights] | None = None
+    careful: Callable[[], RepairWeights | None] | None = None
 
     @classmethod
     def of(cls, fits: Mapping[str, LayerFit], moments: Mapping[str, Moments]) -> RepairWeights:

@@ -31,7 +31,7 @@ from headprune.repairing.gauss_newton import gauss_newton
 from headprune.repairing.kronecker import natural_gradient
 from headprune.repairing.layers import OUTPUTS, VALUES, refit_outputs, refit_values
 from headprune.repairing.projections import FOLDS
-from headprune.repairing.results import LeftOut, Repair, RepairWeights, Trial
+from headprune.repairing.results import AnswersStep, LeftOut, Repair, RepairWeights, Trial
 from headprune.uncertainty import p_value, spread
 
 _LEAST = 4  # examples: two or three may agree by accident
@@ -86,8 +86,7 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
                     with calibration.applied(wide.by_module, drop):
                         step = gauss_newton(answers, places)
             if step is not None:
-                narrow = None if step.narrow is None else partial(start.moved, step.narrow)
-                return replace(wide.moved(step), narrow=narrow)
+                return replace(wide.moved(step), careful=partial(_careful, step, start, wide))
             result = NO_GAIN
         except HeadPruneError as error:
             result = f"{NOT_FITTED}: {error.args[0]}"
@@ -97,6 +96,15 @@ def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -
                 raise
             result = f"{NOT_FITTED}: memory ran out. Smaller batches need less."
     return result
+
+
+def _careful(step: AnswersStep, start: RepairWeights, wide: RepairWeights) -> RepairWeights | None:
+    """The weights with `AnswersStep.careful`, of which ``start`` has some modules and ``wide`` all."""
+    other = step.careful() if step.careful else None
+    if other is None:
+        return None
+    own = {name: new for name, new in wide.by_module.items() if name in start.by_module or name in other.changes}
+    return replace(wide, by_module=own).moved(other)
 
 
 STEPS = (
@@ -190,14 +198,14 @@ def checked_repair(
         tried, own, after = far(weights)
         if step.by_layer:
             latest = weights
-        elif weights.with_part and weights.answers:
-            part = weights.answers.better_part(float(before.mean()), float(after.mean()))
-            if _LEAST_PART < part < _MOST_PART:
-                tried, own, after = min((tried, own, after), far(weights.with_part(part)), key=_mean)
+        elif weights.answers:
+            tried, own, after = _whole_or_part(weights, (tried, own, after), far, before)
+            if not better(before, after):
+                tried, own, after = _more_careful(weights, (tried, own, after), far, before)
         kept = better(before, after)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
-            best = replace(tried, others=max(tried.others, best.others), on_fold=None, with_part=None, narrow=None)
+            best = replace(tried, others=max(tried.others, best.others), on_fold=None, with_part=None, careful=None)
             fitted, estimated = own, after
             if choose is not None and not step.by_layer and _leads_on(calibration, trials[-1]):
                 ahead.insert(0, step)
@@ -205,11 +213,35 @@ def checked_repair(
     best = drop_columns(calibration, drop) if best is old else best
     notes += [ALL_FITTED] if best.others else []
     notes += [BLENDED] if best.answers and calibration.runner.images else []
-    return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None, narrow=None)
+    return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None, careful=None)
+
+
+def _whole_or_part(
+    weights: RepairWeights, whole: Tried, far: Callable[[RepairWeights], Tried], before: Tensor
+) -> Tried:
+    """A step as it was tried, or if that promises more, and does better, a part of it.
+
+    Args:
+        before: The divergences of the same examples without it.
+    """
+    if weights.with_part and weights.answers:
+        part = weights.answers.better_part(float(before.mean()), _mean(whole))
+        if _LEAST_PART < part < _MOST_PART:
+            return min(whole, far(weights.with_part(part)), key=_mean)
+    return whole
+
+
+def _more_careful(weights: RepairWeights, tried: Tried, far: Callable[[RepairWeights], Tried], before: Tensor) -> Tried:
+    """The step as it was tried, or a more careful one if there is one that does better."""
+    with torch.inference_mode(False), torch.no_grad():
+        other = weights.careful() if weights.careful else None
+    if other is None or other.answers == weights.answers:
+        return tried
+    return min(tried, _whole_or_part(other, far(other), far, before), key=_mean)
 
 
 def _of_best_length(found: RepairWeights, far: Callable[[RepairWeights], Tried], before: Tensor) -> RepairWeights:
-    """The weights with so many times a step (or its narrow form) as does best on examples that it was not fitted to, by more than
+    """The weights with so many times a step (or the more careful one) as does best on examples that it was not fitted to, by more than
     chance if any does.
 
     Args:
@@ -226,7 +258,9 @@ def _of_best_length(found: RepairWeights, far: Callable[[RepairWeights], Tried],
         _, _, tried[with_part, part] = far(weights)
         return float(tried[with_part, part].mean())
 
-    ways = [way for way in (found.with_part, found.narrow) if way]
+    with torch.inference_mode(False), torch.no_grad():
+        careful = found.careful() if found.careful else None
+    ways = [each.with_part for each in (found, careful) if each and each.with_part]
     best = min(
         ((way, best_length(partial(divergence, way), float(before.mean()))) for way in ways),
         key=lambda at: divergence(*at),
@@ -238,7 +272,7 @@ def _of_best_length(found: RepairWeights, far: Callable[[RepairWeights], Tried],
         weights = way(part)
     facts, held_out = weights.answers, math.sqrt(max(0.0, divergence(*best)))
     facts = facts and replace(facts, before=math.sqrt(before.mean()), held_out=held_out, part=1.0)
-    return replace(weights, answers=facts, with_part=None, narrow=None)
+    return replace(weights, answers=facts, with_part=None, careful=None)
 
 
 def best_length(error: Callable[[float], float], before: float) -> float:
