@@ -650,23 +650,22 @@ def test_a_step_is_the_ridge_regression(some: bool, dtype: torch.dtype, monkeypa
     kernel, its_unit = gauss_newton.kernel_of(j.to(dtype))
     torch.testing.assert_close(kernel.double(), j @ j.T / unit, rtol=1e-3, atol=1e-5)
     assert its_unit == pytest.approx(unit, rel=1e-5)
-    found = gauss_newton.kernel_ridge(kernel, lacking, torch.arange(100))
+    found = gauss_newton.kernel_ridge(kernel, lacking, torch.arange(100), 1.05)
     assert found
     expected = j.T @ torch.linalg.solve(j @ j.T / unit + found[1] * torch.eye(200).double(), lacking.flatten())
     torch.testing.assert_close(j.T @ found[0], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
     assert found[2] < float(lacking.square().mean().sqrt())
     nothing = torch.eye(200).to(dtype)  # but noise
-    assert gauss_newton.kernel_ridge(nothing, draw(100, 2), torch.arange(100)) is None
+    assert gauss_newton.kernel_ridge(nothing, draw(100, 2), torch.arange(100), 1.05) is None
 
 
-def test_the_strength_is_a_tenth_of_the_best_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_strength_is_a_tenth_of_the_best_at_least() -> None:
     """Where the error says little about it: the longer the step, the less its gradients tell."""
     j = draw(60, 300) * torch.logspace(0, -2, 300)
     kernel, _ = gauss_newton.kernel_of(j)
     y, found = (j @ draw(300, seed=1) + draw(60, seed=2))[:, None], list[float]()
     for about in (1.0, 2.0):
-        monkeypatch.setattr(gauss_newton, "_ABOUT", about)
-        solution = gauss_newton.kernel_ridge(kernel, y, torch.arange(60))
+        solution = gauss_newton.kernel_ridge(kernel, y, torch.arange(60), about)
         assert solution
         found.append(solution[1])
     assert found[1] == pytest.approx(found[0] / 10)
@@ -946,7 +945,7 @@ def test_the_step_is_as_long_as_other_texts_ask_for(name: str, joint: bool, monk
 
     monkeypatch.setattr(steps, "best_length", told)
     trials = [t for t in checked_repair(found, drop, Fidelity(model, [other])).trials if t.step == "answers"]
-    ways = [alone.by_module, alone.narrow(1.0).by_module]  # all linear layers, or W_O alone
+    ways = [alone.by_module, alone.careful().by_module]  # all linear layers, or W_O alone
     assert len(lengths) == len(ways) * len(trials)  # also where none is kept
 
     def error(way: Any, length: float) -> float:

@@ -154,7 +154,7 @@ def _slopes(answers: DenseAnswers, index: int, names: Sequence[str]) -> tuple[Te
 
 
 def kernel_ridge(
-    kernel: Tensor, residuals: Tensor, left_out: Tensor, about: float = _ABOUT
+    kernel: Tensor, residuals: Tensor, left_out: Tensor, about: float
 ) -> tuple[Tensor, float, float] | None:
     """Kernel ridge regression, with a strength that is good by leaving out each group of examples in turn.
 
