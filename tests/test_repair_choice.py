@@ -580,7 +580,7 @@ def test_answers_that_are_ruled_out_weigh_nothing_or_no_step_is_made(name: str) 
 
 def test_directions_among_many_classes_are_the_same_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where eigenvalues are equal, the eigenvectors are any: here in another order than in this machine's."""
-    model, batches = brute.classifier(10, rows=(36, 24))
+    model, batches = brute.classifier(10, rows=(150, 90))
     eigh = torch.linalg.eigh
 
     def elsewhere(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ def repair(
         layers: From `headprune.find_attention`, to save the trace.
         ridge: Strength towards the old weights; it turns ``answers`` off. By default cross-validated for each layer.
         values: Whether value projections are refitted too: about two passes more.
-        mixtures: Whether to fit to mixtures of texts too (of more than 512, alone; one answer each), the last step also of images.
+        mixtures: Whether to fit to mixtures of texts with one answer too (of more than 512, alone), and the last step to those of images.
         answers: Whether all linear layers are then fitted together to the dense model's answers (docs/planning.md).
         biases: Whether a W_O without a bias gets one, for the removed heads' mean. A stock class may have no place for it.
         accelerator: To share the work out among the processes of an `accelerate.Accelerator`.

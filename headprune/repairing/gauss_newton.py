@@ -160,8 +160,8 @@ def kernel_ridge(
 
     With A the kernel plus the ridge, and y the residuals, a group's error when it is left out is
     ``(A⁻¹)_gg⁻¹ (A⁻¹ y)_g`` (block form of Allen's PRESS, 1974). Of strengths that are about as good as the best, the
-    weakest is taken (a tenth of the best at least): it leaves less of the residuals, and adds little noise. On trained
-    models it left less error on unseen examples than the best (docs/planning.md). If there are many groups, and examples
+    weakest is taken (a tenth of the best at least): it leaves less of the residuals, and adds little noise. Figures are in
+    docs/planning.md. If there are many groups, and examples
     have several rows, strengths are compared on some of the groups.
 
     Args:
