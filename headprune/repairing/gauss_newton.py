@@ -18,8 +18,9 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import tensors
 from headprune.parallel import current
 from headprune.repairing.coordinates import Coordinates, Parts, choose_coordinates
-from headprune.repairing.examples import DenseAnswers, logits_by_example
+from headprune.repairing.examples import MOST_ROWS, DenseAnswers, directions, logits_by_example
 from headprune.repairing.layers import downhill
+from headprune.repairing.mixtures import ENOUGH
 from headprune.repairing.projections import LinearLayer
 from headprune.repairing.results import AnswersRepair, AnswersStep, Changes
 from headprune.repairing.runner import Seen
@@ -80,6 +81,20 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
 
     found = step(_ABOUT)
     return found and replace(found, careful=partial(step, 1.0))
+
+
+def multiplications(examples: int, others: int, classes: int) -> float:
+    """About how many a step takes, beside its passes: those of the kernel and of its factors at some strengths.
+
+    Args:
+        examples: How many there are; of few, mixtures are fitted to as well.
+        others: How many further ones are fitted to.
+        classes: Directions of an answer.
+    """
+    fitted = min(max(examples, min(2 * examples, ENOUGH)), MOST_ROWS)
+    each = directions(classes, fitted)
+    rows = each * fitted + min(each * others, MOST_ROWS)
+    return rows**2 * ((_MOST_OF_ONE if each == 1 else _MOST) + 4.0 * rows)
 
 
 def _most_at_once(answers: DenseAnswers, places: Places) -> int:

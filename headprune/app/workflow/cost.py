@@ -22,6 +22,7 @@ from headprune.divergence import ENOUGH
 from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.parallel import current
+from headprune.repairing import multiplications
 from headprune.running import config_kept, evaluating, quiet
 from headprune.scoring import METHODS, method_and_settings
 
@@ -32,7 +33,8 @@ _TOKENS = 3.0  # times as many of both where an example has many answers, as in 
 _MEASURED = 3.0 + RANDOM_DRAWS
 _LEVELS = 3  # points of the curve beside the budgets, about
 _FIT = 0.02  # seconds of a layer's fit, whatever its width
-_SOLVE = 4e-9  # seconds of a layer's least squares, times its width cubed / 100
+_MULTIPLY = 4e-11  # seconds of a multiplication in least squares; a layer's takes its width cubed
+_STEPS = 2  # last steps of a repair, where an answer has several directions: one to four
 _REPORT = 4.0  # seconds of the report and its pictures
 
 
@@ -94,7 +96,8 @@ def cost_of_pruning(scene: PruneScene) -> Cost:
             plans * (_REPAIR + _DECIDED * compared) * (_TOKENS if scene.loaded.task.metric == "perplexity" else 1.0)
         )
         widths = [len(p.weight) * (1 + trials.calibration.share) for p in trials.calibration.projections]
-        fits += (points + plans * (orders + _MEASURED)) * sum(_FIT + _SOLVE * width**3 / 100 for width in widths)
+        fits += (points + plans * (orders + _MEASURED)) * sum(_FIT + _MULTIPLY * width**3 for width in widths)
+        fits += plans * _MULTIPLY * _multiplications(scene)
     once = forward / sum(map(cost_of, batches))
     each = (once * cost_of(example) for _, _, example in inputs(scene))
     timing = sum((plans + 2) * latency.seconds_of(seconds) + 1.5 for seconds in each)
@@ -134,6 +137,15 @@ def _pace(model: nn.Module, batches: Sequence[object]) -> tuple[float, float]:
             first.requires_grad_(before)
     scale = sum(map(cost_of, batches)) / cost_of(batch)
     return times[1] * scale, max(times[1], times[2] - times[1]) * scale
+
+
+def _multiplications(scene: Scene) -> float:
+    """Of a repair's last steps, where an example has one answer."""
+    if not scene.loaded.task.head.endswith("Classification") or scene.loaded.task.head.startswith("Token"):
+        return 0.0
+    examples, labels = len(scene.parts.score), int(getattr(scene.model.config, "num_labels", 2))
+    classes = max(1, labels - 1)
+    return (1 if classes == 1 else _STEPS) * multiplications(examples, len(scene.parts.choose), classes)
 
 
 def _seconds_of_texts(scene: Scene) -> float:
