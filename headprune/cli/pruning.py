@@ -238,7 +238,7 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
     """The run whose scores are used, if any.
 
     Raises:
-        HeadPruneError: There is no such run; there are no scores, and no model was named.
+        HeadPruneError: There is no such run; it was named as the model; there are no scores, and no model was named.
     """
     from headprune.app.runs import REPORTS, RunFolder, newest_scores
 
@@ -250,6 +250,10 @@ def _source_of(model: str | None, scores: Path | None, output: Path | None, cons
             raise HeadPruneError(f"{scores} is not a run's scores.json.", "Pass a run folder, or its scores.json.")
         folder.read_scores()
         return folder
+    run = RunFolder(Path(model or ""))
+    if model and run.run_path.is_file() and run.scores_path.is_file() and not run.pruned:
+        hint = f"Say `headprune prune --scores {model}`, without MODEL."
+        raise HeadPruneError(f"{model} is a run folder with scores, and holds no model.", hint)
     newest = newest_scores(output, model)
     if newest is not None:
         console.say(f"Using the scores in {newest.path}")

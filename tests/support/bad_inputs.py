@@ -63,6 +63,7 @@ FILES: dict[str, str | bytes] = {
     "not-a-dict.json": "[]", "größe.json": "{}",
     "run-damaged/scores.json": "{", "run-empty/scores.json": NO_SCORES, "run-schema/run.json": '{"headprune": "run", "schema": 7}',
     "run-bare/run.json": '{"headprune": "run", "schema": 1}', "run-cut/run.json": '{"headprune": "run", "sche',
+    "run-scored/run.json": "{}", "run-scored/scores.json": NO_SCORES,
     "run-other/run.json": '{"headprune": "scores", "schema": 1}', "run-nothing/run.json": "",
     "config-empty/config.json": "", "config-cut/config.json": '{"model_type": "be',
     "config-unknown/config.json": '{"model_type": "nothing-known"}',
@@ -177,6 +178,8 @@ TYPED: list[Row] = [
           "nope nope.json {data}/test.jsonl {files}/nothing"),
     row("prune -k 4 --scores {files}/run-damaged", "scores.json is not readable"),
     row("prune -k 4 --scores {files}/run-empty/scores.json", "holds no scores"),
+    row("prune {files}/run-scored -k 4", "run folder with scores, and holds no model.* --scores .*run-scored`"),
+    row("prune {files}/run-scored -k 4 -d {data}", "run folder with scores, and holds no model"),
     # folders to write to
     *rows("cannot be written|is a file|too long", f"{SCORE} -o …",
           f"/dev/null/x {{bert}}/config.json {{files}}/data.xyz/run /proc/nothing/run {'y' * 300}"),
