@@ -175,9 +175,8 @@ def kernel_ridge(
 
     With A the kernel plus the ridge, and y the residuals, a group's error when it is left out is
     ``(A⁻¹)_gg⁻¹ (A⁻¹ y)_g`` (block form of Allen's PRESS, 1974). Of strengths that are about as good as the best, the
-    weakest is taken (a tenth of the best at least): it leaves less of the residuals, and adds little noise. Figures are in
-    docs/planning.md. If there are many groups, and examples
-    have several rows, strengths are compared on some of the groups.
+    weakest is taken (a tenth of the best at least): it leaves less of the residuals, and adds little noise (figures are in
+    docs/planning.md). If there are many groups, and examples have several rows, strengths are compared on some of the groups.
 
     Args:
         kernel: Inner products of gradients, ``[rows, rows]``, a row for each direction of an example's answer, example by
@@ -235,9 +234,8 @@ def _left_out(kernel: Tensor, wanted: Tensor, groups: Sequence[Tensor], strength
 
 def kernel_of(rows: Tensor) -> tuple[Tensor, float]:
     """Inner products of rows ``[rows, rows]`` by their mean squared length, and this length."""
-    longest = max(
-        float(some.abs().max()) for some in torch.split(rows, _ROWS_AT_ONCE)
-    )  # squares of short rows may be 0 in float32
+    # Divided by it, since squares of short rows may be 0 in float32.
+    longest = max(float(some.abs().max()) for some in torch.split(rows, _ROWS_AT_ONCE))
     kernel = rows.new_empty(len(rows), len(rows))
     block = max(1, -(-len(rows) // 4))
     for first in range(0, len(rows), block):
