@@ -57,8 +57,17 @@ class Divergence:
     def __init__(self, model: nn.Module, seed: int, temperature: float = 1.0) -> None:
         self.model, self.seed, self.temperature = model, seed, temperature
         self.rows = Rows()
-        self._several, self._regresses = gives_several(model), regresses(model)
         self.compares_numbers = False
+
+    # Read when they are needed: transformers' models set their config's problem_type when they first see labels.
+
+    @property
+    def _several(self) -> bool:
+        return gives_several(self.model)
+
+    @property
+    def _regresses(self) -> bool:
+        return regresses(self.model)
 
     @property
     def about(self) -> str:

@@ -23,6 +23,7 @@ from headprune.inputs import (
     positions_of,
     tensors,
     unlabelled,
+    with_decoder_input,
     without_labels,
     writes,
 )
@@ -231,7 +232,12 @@ def flops(model: nn.Module, example: Example) -> int:
 
 
 def cache_bytes(model: nn.Module, example: Example) -> float | None:
-    """Bytes per token in the key/value cache of a decoder's self-attention; None for a model without a cache."""
+    """Bytes per token in the key/value cache of a decoder's self-attention; None for a model without a cache.
+
+    A layer with a sliding window counts by the tokens that it holds itself, as for a text within its window.
+    """
+    # BART and its like keep no cache if they are given labels.
+    example = with_decoder_input(model, example) if isinstance(example, Mapping) else example
     with evaluating(model), exact_attention(model), torch.no_grad():
         try:
             output = call(model, move(example, model_device(model)), use_cache=True)
@@ -240,8 +246,7 @@ def cache_bytes(model: nn.Module, example: Example) -> float | None:
     cache = getattr(output, "past_key_values", None)
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     cached = [t for layer in layers for name in ("keys", "values") if (t := getattr(layer, name, None)) is not None]
-    tokens = max((t.shape[0] * t.shape[-2] for t in cached), default=0)
-    return sum(t.nbytes for t in cached) / tokens if tokens else None
+    return sum(t.nbytes / (t.shape[0] * t.shape[-2]) for t in cached if t.numel()) or None
 
 
 def clock(device: torch.device) -> float:

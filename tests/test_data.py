@@ -199,6 +199,22 @@ def test_whisper_and_its_sound(tmp_path: Path) -> None:
     assert torch.isfinite(scores.flat()).all()
 
 
+def test_sounds_without_a_mask(tmp_path: Path) -> None:
+    """Where zeros make sounds equally long and nothing says so to the model, batches are of similar length, and a note says it."""
+    sounds = [{"array": [0.1 * (i % 7)] * (400 + 37 * (i * 11 % 30)), "sampling_rate": 16000} for i in range(30)]
+    data = Path(write_jsonl(tmp_path / "d.jsonl", [{"audio": sound, "label": i % 2} for i, sound in enumerate(sounds)]))
+    config = tf.Wav2Vec2Config(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16)
+    for masked in (False, True):
+        coder = tf.Wav2Vec2FeatureExtractor(return_attention_mask=masked)
+        parts = parts_of(
+            loaded_as(tf.Wav2Vec2ForSequenceClassification(config), "audio-classification", coder), data, batch_size=4
+        )
+        assert any("its answers depend on the batch" in note for note in parts.notes) == (not masked)
+        widths = [batch["input_values"].shape[1] for batch in parts.report.batches()]
+        assert widths == sorted(widths)
+        assert len(set(widths)) > 1
+
+
 @pytest.mark.parametrize("task", ["sequence-classification", "masked-lm"])
 def test_the_same_text_in_two_splits_is_used_once(task: str, tmp_path: Path) -> None:
     """Also where other tokens of it are masked."""
@@ -339,6 +355,9 @@ def stored(path: Path, names: Any, labels: Sequence[Any], *, several: bool = Fal
     (["LABEL_0", "LABEL_1"], ["pos", "neg"], [0, 1]),  # the model has no names
     (["negative", "positive"], ["bad", "good"], [0, 1]),  # by their order, and it is said
     (["1", "2"], None, [0, 1]),  # numbers that the model names, as its training found them in the data
+    (["-1", "0", "1", "2"], None, [2, 3]),  # were taken for the classes 1 and 2: 0 and 1
+    (["0.0", "1.0", "2.0"], None, [1, 2]),
+    (["1.0", "2.0", "3.0"], None, [0, 1]),
 ])  # fmt: skip
 def test_classes_go_by_name(model: list[str], data: list[str] | None, expected: list[int], tmp_path: Path) -> None:
     """Numbers of a ClassLabel column were taken as the model's, whatever either of them calls its classes."""
@@ -350,6 +369,21 @@ def test_classes_go_by_name(model: list[str], data: list[str] | None, expected: 
     assert notes[0].startswith("There is no other split to report on: d")
     order = "Classes were matched by their order: the model (negative, positive) does not name the data's bad, good."
     assert notes[1:] == ([order] if data == ["bad", "good"] else [])
+
+
+@pytest.mark.parametrize("column", ["label", "stars"])
+def test_minus_one_may_be_a_class(column: str, tmp_path: Path) -> None:
+    """A split whose first 50 labels were -1 was taken for one without labels, even where another column was named."""
+    rows = [
+        {"text": row["text"], "label": -1 if i < 60 or column == "stars" else 1, "stars": i % 2 * 2 - 1}
+        for i, row in enumerate(sentences(90, seed=0))
+    ]
+    loaded = text_classifier(id2label={0: "-1", 1: "1"})
+    parts = parts_of(
+        loaded, Path(write_jsonl(tmp_path / "d.jsonl", rows)), label_column=None if column == "label" else column
+    )
+    for part in three(parts):
+        assert [f["labels"] for f in part.features] == [(rows[row][column] + 1) // 2 for row in part.rows]
 
 
 @pytest.mark.parametrize(("model", "data", "label"), [
@@ -420,6 +454,47 @@ def test_folders_of_images_go_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (also,) = load_also(DataOptions("images", also=("train",)), loaded, parts).also
     assert isinstance(also.features, list)  # encoded once: a name makes no second dataset one to train on
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip", "Siglip2", "ViT of one channel"])
+def test_images_for_configs_of_several_parts_and_of_one_channel(kind: str, tmp_path: Path) -> None:
+    """CLIP's and SigLIP's classifiers have num_channels in vision_config; an image of a wrong mode was no image for a model of one channel."""
+    from PIL import Image
+
+    for i, mode in enumerate(("RGB", "L", "RGBA", "P", "1", "LA") * 3):
+        folder = tmp_path / "images" / ("cat", "dog")[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8 + i, 8), (10 * i, i, 0)).convert(mode).save(folder / f"{i}.png")
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "patch_size": 4,
+    }
+    whole, square, names = {**vision, "image_size": 8}, {"height": 8, "width": 8}, {0: "dog", 1: "cat"}
+    if kind == "Siglip2":
+        config = tf.Siglip2Config(
+            vision_config={**vision, "num_patches": 4}, text_config={"num_hidden_layers": 1}, id2label=names
+        )
+        model, processor = (
+            tf.Siglip2ForImageClassification(config),
+            tf.Siglip2ImageProcessor(patch_size=4, max_num_patches=4),
+        )
+    elif kind == "Siglip":
+        model = tf.SiglipForImageClassification(tf.SiglipConfig(vision_config=whole, id2label=names))
+        processor = tf.SiglipImageProcessor(size=square)
+    elif kind == "CLIP":
+        model = tf.CLIPForImageClassification(tf.CLIPConfig(vision_config=whole, id2label=names))
+        processor = tf.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size=square)
+    else:
+        model = tf.ViTForImageClassification(tf.ViTConfig(**whole, num_channels=1, id2label=names))
+        processor = tf.ViTImageProcessor(size=square, image_mean=[0.5], image_std=[0.5])
+    parts = parts_of(loaded_as(randomise(model), "image-classification", processor), tmp_path / "images", batch_size=2)
+    batches = list(parts.report.batches())
+    with torch.no_grad():
+        losses = [float(model(**batch).loss) * len(batch["labels"]) for batch in batches]
+    assert hp.evaluate(model, batches).metrics["loss"] == pytest.approx(sum(losses) / len(parts.report), rel=1e-5)
 
 
 # -- to train on ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import headprune as hp
+from headprune.divergence import Fidelity
 from headprune.scoring import METHODS
 from tests.support import problems
 from tests.support.cases import without
@@ -808,3 +809,21 @@ def test_a_routers_loss_does_not_end_the_scoring() -> None:
             each, real = (dense.exp() * (dense - now)).sum(-1), batch["attention_mask"]
             effects += ((each * real).sum(1) / real.sum(1)).tolist()
     assert float(found.values[layer.name][1]) == pytest.approx(sum(effects) / len(effects), rel=1e-3)
+
+
+def test_labels_at_once_that_only_the_labels_tell() -> None:
+    """transformers sets problem_type when a model first sees such labels: repair read it before, and compared softmaxes."""
+    config = tf.RobertaConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3,
+    )  # fmt: skip
+    model = randomise(tf.RobertaForSequenceClassification(config))
+    ids = torch.randint(5, 60, (6, 7), generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1], [0, 0, 1], [1, 0, 0]])
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}]
+    fidelity = Fidelity(model, batches)
+    with torch.no_grad():
+        known = model(ids).logits.sigmoid()
+        model.classifier.out_proj.weight.mul_(0.5)
+        now = model(ids).logits.sigmoid()
+    each = known * (known / now).log() + (1 - known) * ((1 - known) / (1 - now)).log()
+    assert fidelity.divergence() == pytest.approx(float(each.sum(1).mean()), rel=1e-4)

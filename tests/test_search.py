@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import headprune as hp
+from headprune.latency import cache_bytes
 from tests.support import brute
 from tests.support.checks import hooks, same, state
 from tests.support.errors import refuses
@@ -578,6 +579,31 @@ def test_cache_bytes_are_those_of_a_real_cache(name: str) -> None:
     if decoders[0].groups:  # a head of every group leaves it
         slices = pruned(model, {decoders[0].name: [unit[0] for unit in decoders[0].units]}, example)
         assert cached(slices, example) == cached(model, example)
+
+
+@pytest.mark.parametrize("name", ["bart", "sliding"])
+def test_caches_that_labels_or_a_window_hid(name: str) -> None:
+    """BART keeps no cache if it is given labels; a layer with a window holds fewer tokens than the longest one."""
+    if name == "bart":
+        config = tf.BartConfig(
+            vocab_size=60, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32,
+        )  # fmt: skip
+        model, bytes_ = randomise(tf.BartForConditionalGeneration(config)), 2 * 2 * 32 * 4
+    else:
+        config = tf.Gemma3TextConfig(
+            vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=32,
+            sliding_window=4, layer_types=["sliding_attention", "full_attention"], max_position_embeddings=32,
+        )  # fmt: skip
+        model, bytes_ = randomise(tf.Gemma3ForCausalLM(config)), 2 * 2 * 16 * 4
+    ids = torch.randint(5, 60, (4, 10), generator=torch.Generator().manual_seed(0))
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}]
+    assert cache_bytes(model, batches[0]) == bytes_
+    other_ids = ids.flip(1)
+    choose = [{"input_ids": other_ids, "attention_mask": torch.ones_like(ids), "labels": other_ids}]
+    (plan,) = hp.search(model, batches, budgets="kv-cache 50%", choose=choose, strategy="compensated", repair=False)
+    hp.prune(model, plan, unlabelled(batches)[0])
+    assert cache_bytes(model, batches[0]) <= bytes_ / 2
 
 
 @pytest.mark.parametrize(("given", "says"), [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
@@ -300,6 +301,24 @@ def test_large_weights_on_the_meta_device(name: str, large: int, monkeypatch: py
     assert hp.find_attention(copy.deepcopy(model).to("meta"), example) == hp.find_attention(model, example)
 
 
+@pytest.mark.parametrize("multi_query", [True, False])
+def test_a_linear_layer_that_adds_its_bias_by_itself(multi_query: bool) -> None:
+    """Falcon's: its bias was taken for a table of the heads, too, and cut twice. Falcon-RW was refused after the whole search."""
+    config = tf.FalconConfig(
+        vocab_size=60, hidden_size=40, num_hidden_layers=2, num_attention_heads=5, bias=True, alibi=True, multi_query=multi_query,
+        new_decoder_architecture=False, parallel_attn=False,
+    )  # fmt: skip
+    model = randomise(tf.FalconForCausalLM(config))
+    example = {"input_ids": torch.arange(5, 19).reshape(2, 7)}
+    first, second = hp.find_attention(model, example)
+    assert not first.tables
+    dense = copy.deepcopy(model)
+    dense.transformer.h[1].self_attention.dense.weight.data[:, [*range(8, 16), *range(24, 32)]] = 0
+    hp.prune(model, {second.name: [1, 3]}, example)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**example).logits, dense(**example).logits)
+
+
 def test_a_subclass_of_torchs_attention_is_seen() -> None:
     class Own(nn.MultiheadAttention):
         pass
@@ -307,6 +326,24 @@ def test_a_subclass_of_torchs_attention_is_seen() -> None:
     model = TorchEncoder()
     model.encoder.layers[0].self_attn = Own(32, 4, batch_first=True)
     assert [a.prunable for a in hp.find_attention(randomise(model), X)] == [True, True]
+
+
+@pytest.mark.parametrize("clamped", [1, 4])
+def test_scales_of_heads_at_their_clamp(clamped: int) -> None:
+    """Their gradient is zero, so Swin V2's were not found once one had reached its clamp: refused after the whole search."""
+    config = tf.Swinv2Config(
+        image_size=8, patch_size=2, embed_dim=16, depths=[1], num_heads=[4], window_size=4, num_labels=2
+    )
+    model, example = randomise(tf.Swinv2ForImageClassification(config)), {"pixel_values": noise(2, 3, 8, 8)}
+    attention = model.swinv2.encoder.layers[0].blocks[0].attention
+    attention.self.logit_scale.data.fill_(2.0)[:clamped] = 5.0
+    (layer,) = hp.find_attention(model, example)
+    dense = copy.deepcopy(model)
+    dense.swinv2.encoder.layers[0].blocks[0].attention.output.dense.weight.data[:, [*range(4), *range(8, 12)]] = 0
+    hp.prune(model, {layer.name: [0, 2]}, example)
+    assert attention.self.logit_scale.shape == (2, 1, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**example).logits, dense(**example).logits)
 
 
 def test_what_support_a_model_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,8 @@ def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> 
     attention.columns = filled(attention.columns, trace.records[attention.output].size_in)
     reaches = bool(attention.output) and disjoint(attention.columns)
     output = HeadFeatures(attention.output, _sorted(attention.columns)) if reaches else None
-    projections, tables, groups = _projections(trace, attention), _tables(trace, attention), _groups(attention)
+    projections, groups = _projections(trace, attention), _groups(attention)
+    tables = _tables(trace, attention, {part.module for part in projections})
     owners = tuple(t.name.rpartition(".")[0] for t in tables)
     counting = _counting(trace, attention)
     inner = dict.fromkeys((*owners, *(n for n in attention.running if n in counting)))
@@ -160,8 +161,12 @@ def _kv_heads(attention: AttentionCall, groups: tuple[tuple[int, ...], ...]) -> 
     return 1 if shared and not any(same) else heads
 
 
-def _tables(trace: Tracer, attention: AttentionCall) -> tuple[HeadTable, ...]:
-    """Parameters and buffers of the attention module that have separate entries for each head."""
+def _tables(trace: Tracer, attention: AttentionCall, cut: set[str]) -> tuple[HeadTable, ...]:
+    """Parameters and buffers of the attention module that have separate entries for each head.
+
+    Args:
+        cut: Projections, which are cut with all that they hold: a bias that their class adds by itself (Falcon's) is no table.
+    """
     # A layer that runs several times reads its tables each time. A table that other layers read too must stay whole.
     others = [a for a in trace.attentions if a.module != attention.module or a.output != attention.output]
     return tuple(
@@ -169,7 +174,7 @@ def _tables(trace: Tracer, attention: AttentionCall) -> tuple[HeadTable, ...]:
         for (name, dim), indices in attention.tables.items()
         if is_inside(name, attention.module)
         and not any((name, dim) in a.tables for a in others)
-        and name.rpartition(".")[0] not in attention.selections
+        and name.rpartition(".")[0] not in (*attention.selections, *cut)
     )
 
 

@@ -280,9 +280,15 @@ Entries = dict[tuple[str, int], list[set[int]]]
 
 
 def add_entries(entries: Entries, name: str, gradient: Tensor, head: int, heads: int) -> None:
-    """Add the entries of a tensor that one of so many heads reads: those where the gradient is not zero."""
+    """Add the entries of a tensor that one of so many heads reads: those where the gradient is not zero.
+
+    Of a number for each head, the head's own one counts even if its gradient is zero, as of Swin V2's scales at their clamp.
+    """
     for dim in range(gradient.ndim):
-        entries.setdefault((name, dim), empty_sets(heads))[head] |= nonzero(gradient.movedim(dim, -1))
+        read = nonzero(gradient.movedim(dim, -1))
+        if not read and gradient.numel() == gradient.shape[dim] == heads:
+            read = {head}
+        entries.setdefault((name, dim), empty_sets(heads))[head] |= read
 
 
 def own_entries(entries: Entries) -> Entries:

@@ -83,6 +83,8 @@ class Part:
     def order(self) -> list[int]:
         """The examples' indices, sorted by length, so that batches need little padding."""
         lengths = self.lengths()
+        if not isinstance(self.features, OnDemand) and "input_values" in self.features[0]:  # sounds are padded, too
+            lengths = [len(each["input_values"]) for each in self.features]
         return sorted(range(len(self)), key=lambda i: (lengths[i], i))
 
     def batches(self, batch_size: int | None = None) -> Iterator[dict[str, Tensor]]:
@@ -140,7 +142,7 @@ def cut_rows(splits: Mapping[str, Any], options: DataOptions, labelled: bool = T
         HeadPruneError: No labelled rows, or no such split.
     """
     flags = {"--split": options.split, "--choose-split": options.choose_split, "--report-split": options.report_split}
-    usable = labelled_splits(splits)
+    usable = labelled_splits(splits, options.label_column)
     if not labelled and (not usable or not {*flags.values()} - {None} <= usable.keys()):
         usable = {name: data for name, data in splits.items() if len(data)}  # otherwise the same rows as with labels
     hidden = [name for name, data in splits.items() if len(data) and name not in usable]
@@ -181,9 +183,9 @@ def cut_rows(splits: Mapping[str, Any], options: DataOptions, labelled: bool = T
     return cuts, notes
 
 
-def labelled_splits(splits: Mapping[str, Any]) -> dict[str, Any]:
-    """The non-empty splits whose labels are not hidden."""
-    return {name: data for name, data in splits.items() if len(data) and not hidden_labels(data)}
+def labelled_splits(splits: Mapping[str, Any], column: str | None = None) -> dict[str, Any]:
+    """The non-empty splits whose labels are not hidden; ``column``: of the labels, where the user named it."""
+    return {name: data for name, data in splits.items() if len(data) and not hidden_labels(data, column or "label")}
 
 
 def shuffle(count: int, seed: int) -> list[int]:
@@ -192,10 +194,11 @@ def shuffle(count: int, seed: int) -> list[int]:
     return torch.randperm(count, generator=generator).tolist()
 
 
-def hidden_labels(data: Any) -> bool:
-    """Whether every label is -1, as in the test splits of GLUE."""
+def hidden_labels(data: Any, column: str = "label") -> bool:
+    """Whether every label is -1, as in the test splits of GLUE; -1 may also be a class, by which a split is sorted."""
     with suppress(UnicodeDecodeError):  # invalid text; the error that names its row comes when it is read
-        return "label" in data.column_names and all(label == -1 for label in data[: min(50, len(data))]["label"])
+        few = data[: min(50, len(data))][column] if column in data.column_names else [None]
+        return all(label == -1 for label in few) and bool(data.unique(column) == [-1])
     return False
 
 
@@ -275,14 +278,15 @@ def load_also(options: DataOptions, loaded: LoadedModel, parts: DataParts) -> Da
 def _load_second_dataset(options: DataOptions, dataset: str, loaded: LoadedModel, parts: DataParts, name: str) -> Noted:
     """The part of a second dataset."""
     splits = read_splits(dataset)
-    usable = labelled_splits(splits)
+    named = options.label_column
+    usable = labelled_splits(splits, named if any(named in data.column_names for data in splits.values()) else None)
     if not usable:
         raise HeadPruneError(f"{dataset} holds no labelled rows.", "Check the files.")
     split = next((each for each in _REPORT_SPLITS if each in usable), next(iter(usable)))
     # Columns that were named for the first dataset are guessed where this one does not have them.
     there = splits[split].column_names
-    named = {name: getattr(options, name) for name in ("text_column", "label_column")}
-    known: Any = {k: v if v and all(s.strip() in there for s in v.split(",")) else None for k, v in named.items()}
+    columns = {name: getattr(options, name) for name in ("text_column", "label_column")}
+    known: Any = {k: v if v and all(s.strip() in there for s in v.split(",")) else None for k, v in columns.items()}
     options = replace(options, dataset=dataset, subset=None, **known)
     encoder = Encoder(encoding_of(loaded.task), options, loaded, splits, labelled=True)
     rows, seen = shuffle(len(splits[split]), options.seed), {*parts.score.inputs, *parts.choose.inputs}

@@ -8,6 +8,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -258,7 +259,7 @@ class Classes:
         self.count: int = config.num_labels
         self.names = _names_of(config)
         self._exact, self._loose = _unique(self.names, str), _unique(self.names, str.casefold)
-        self._names_are_numbers = all(name.isdecimal() for name in self.names.values())
+        self._by_value = _values_of(self.names)
         while (inner := getattr(feature, "feature", None)) is not None:  # a label for every word, or several for a text
             feature = inner
         is_bool = getattr(feature, "dtype", None) == "bool"
@@ -295,12 +296,12 @@ class Classes:
         number = None
         if isinstance(value, str):
             number = self._number_of_name(value)
+        elif isinstance(value, int | float) and self._by_value and not self._data:
+            number = self._by_value.get(float(value))  # names such as "1" to "5" are the labels of the training data
         elif isinstance(value, int | float) and float(value).is_integer():
             at = int(value)
             if self._data and 0 <= at < len(self._data):
                 number, value = self._numbers[at], self._data[at]
-            elif self._names_are_numbers:  # class names such as "1" to "5" are the labels of the training data
-                number = self._exact.get(str(at))
             elif not self._data and 0 <= at < self.count:
                 number = at
         if number is not None:
@@ -340,6 +341,14 @@ def _names_of(config: Any) -> dict[int, str]:
     if _is_generic(names) and len(backwards) == len(names):
         return {int(i): str(name) for name, i in backwards.items()}
     return names
+
+
+def _values_of(names: Mapping[int, str]) -> dict[float, int]:
+    """Class numbers by value, if all names are different numbers, such as "1", "-1" or "2.0"; {} if not."""
+    values = {}
+    with suppress(ValueError):
+        values = {float(name): i for i, name in names.items() if math.isfinite(float(name))}
+    return values if len(values) == len(names) else {}
 
 
 def _is_generic(names: Mapping[int, str]) -> bool:

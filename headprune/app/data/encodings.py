@@ -213,10 +213,14 @@ def encode_image(encoder: Encoder, row: Row, _: int) -> Feature:
     (image,) = encoder.inputs(row)
     if isinstance(image, str | list):  # an image processor would fetch what the text names, also from a network
         raise encoder.holds_no("image", "Give the images themselves, not their names.")
-    if encoder.config.num_channels == 3 and getattr(image, "mode", "RGB") != "RGB":
-        image = image.convert("RGB")
-    pixels = encoder.processor(images=image, return_tensors="pt")["pixel_values"][0]
-    return {"pixel_values": pixels, **encoder.labels(row, encoder.classes.number)}
+    # The config of CLIP's and SigLIP's classifiers has a part for images.
+    channels = getattr(getattr(encoder.config, "vision_config", encoder.config), "num_channels", 3)
+    wanted = {1: "L", 3: "RGB"}.get(channels)
+    if wanted and getattr(image, "mode", wanted) != wanted:
+        image = image.convert(wanted)
+    coded = encoder.processor(images=image, return_tensors="pt")
+    # SigLIP 2 also takes the shape of each image, and a mask of its patches.
+    return {**{k: v[0] for k, v in coded.items()}, **encoder.labels(row, encoder.classes.number)}
 
 
 def encode_sound(encoder: Encoder, row: Row, _: int) -> Feature:
@@ -224,6 +228,18 @@ def encode_sound(encoder: Encoder, row: Row, _: int) -> Feature:
     coded = encoder.processor(_samples(encoder, row), sampling_rate=encoder.processor.sampling_rate)
     feature = {k: torch.as_tensor(v[0]) for k, v in coded.items()}
     return {**feature, **encoder.labels(row, encoder.classes.number)}
+
+
+def prepare_sound(encoder: Encoder) -> str:
+    """A note where sounds are padded, but nothing tells the model so: its answers then depend on their batch."""
+    rate, name = encoder.processor.sampling_rate, encoder.processor.model_input_names[0]
+    coded = [encoder.processor(np.zeros(n * rate, np.float32), sampling_rate=rate) for n in (1, 2)]
+    if np.shape(coded[0][name][0]) == np.shape(coded[1][name][0]) or "attention_mask" in coded[0]:
+        return ""
+    return (
+        "The model sees the zeros that make the sounds of a batch equally long (its feature extractor gives no attention_mask), "
+        "so its answers depend on the batch; with --batch-size 1 there are none."
+    )
 
 
 def encode_speech(encoder: Encoder, row: Row, _: int) -> Feature | str:
@@ -271,7 +287,7 @@ ENCODINGS = {
     "causal-lm": Encoding(encode_causal, {"text": (*TEXTS, *CHATS)}, "input", prepare=prepare_causal),
     "seq2seq": Encoding(encode_pair, {"source": SOURCES, "target": TARGETS}, "right"),
     "image-classification": Encoding(encode_image, {"image": IMAGES, "label": CLASSES}, pads=False),
-    "audio-classification": Encoding(encode_sound, {"audio": SOUNDS, "label": CLASSES}),
+    "audio-classification": Encoding(encode_sound, {"audio": SOUNDS, "label": CLASSES}, prepare=prepare_sound),
     "speech-seq2seq": Encoding(encode_speech, {"audio": SOUNDS, "transcript": TRANSCRIPTS}, "right", pads=False),
 }
 _OF_INPUTS = {"text": "sequence-classification", "image": "image-classification", "audio": "audio-classification"}
