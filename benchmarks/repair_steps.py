@@ -1,6 +1,6 @@
 """Whether repair keeps the right steps: its decision against what every step does to thousands of unseen examples.
 
-    python benchmarks/repair_steps.py --json steps.json            # all five models; an interrupted run goes on
+    python benchmarks/repair_steps.py --json steps.json            # all six models; an interrupted run goes on
     python benchmarks/repair_steps.py --json steps.json --only digits
 
 Of each model, at four numbers of heads and for three draws of the examples, `headprune.repair` is given a scoring and a choosing part. Every
@@ -9,8 +9,9 @@ dense model's answers fell there, or it is left out and it rose. Counted are the
 
 The repair is made once more with a last step that moves W_O alone; what both leave on the unseen examples is compared.
 
-The models: a ViT on images of glyphs, a GPT on a Markov chain with repetitions, and a BERT on texts of ten topics, all trained here on
-made-up data (a minute or two each, kept in .headprune/); the demo's ViT; minilm-rt, where it is. The last line is one JSON document.
+The models: a ViT on images of glyphs, a GPT on a Markov chain with repetitions, a BERT on texts of ten topics, and a RoBERTa that adds up
+numbers (regression), all trained here on made-up data (a minute or two each, kept in .headprune/); the demo's ViT; minilm-rt, where it is.
+The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -82,6 +83,21 @@ def chains(count: int, seed: int) -> Batch:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def sums(count: int, seed: int) -> Batch:
+    """Texts ``[count, 20]`` of words that have a number each, to be added up: "minus" turns the next one, behind "little" all count less."""
+    g = torch.Generator().manual_seed(seed)
+    numbers = torch.cat([torch.zeros(4), torch.randn(40, generator=torch.Generator().manual_seed(5))])
+    words = torch.randint(4, 44, (count, 20), generator=g)
+    words[torch.rand(count, 20, generator=g) < 0.15] = 2  # "minus"
+    words[torch.rand(count, 20, generator=g) < 0.05] = 3  # "little"
+    mask = (torch.arange(20) < torch.randint(8, 21, (count, 1), generator=g)).long()
+    words = torch.where(mask == 1, words, 1)
+    each = numbers[words]
+    each[:, 1:][words[:, :-1] == 2] *= -1
+    total = torch.where((words == 3).cumsum(1) > 0, 0.3 * each, each).sum(1) / 4
+    return {"input_ids": words, "attention_mask": mask, "labels": total + 0.15 * torch.randn(count, generator=g)}
+
+
 # -- models ------------------------------------------------------------------------------------
 
 _USUAL = {"initializer_range": 0.1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 10}
@@ -95,10 +111,14 @@ MADE_UP: dict[str, tuple[Callable[[int, int], Batch], int, Callable[[], Any]]] =
     "gpt": (chains, 128, lambda: tf.GPT2LMHeadModel(tf.GPT2Config(
         vocab_size=24, n_positions=48, n_embd=64, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         bos_token_id=0, eos_token_id=0))),
+    "numbers": (sums, 400, lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(
+        vocab_size=44, hidden_size=64, num_attention_heads=4, num_hidden_layers=5, intermediate_size=128, max_position_embeddings=24,
+        pad_token_id=1, **{**_USUAL, "num_labels": 1}))),
 }  # fmt: skip
 """What makes the data, scoring examples (as many choose), and the model."""
 KEEPS = {
-    "vit": (18, 12, 7, 4), "bert": (16, 12, 8, 4), "gpt": (12, 8, 5, 3), "digits": (18, 12, 7, 4), "minilm": (54, 36, 18, 9),
+    "vit": (18, 12, 7, 4), "bert": (16, 12, 8, 4), "gpt": (12, 8, 5, 3), "numbers": (15, 10, 5, 3),
+    "digits": (18, 12, 7, 4), "minilm": (54, 36, 18, 9),
 }  # fmt: skip
 COUNTS = {"digits": 320, "minilm": 1024}
 """Scoring examples of a draw; draws have none in common."""

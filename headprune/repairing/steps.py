@@ -6,9 +6,9 @@ step is fitted to all examples and judged on others: the choosing examples, whic
 these, its error on other examples is estimated by cross-fitting (`_Crossed`).
 
 A step is kept if it lowers the mean divergence from the dense model's answers; with few examples, by more than chance
-(`better`). How much of the last one is taken is decided likewise. It is repeated as long as it takes away two fifths of
-the divergence, or where an example has many answers a tenth (`_leads_on`). It is fitted to the choosing examples too, if
-the calibration has them, but judged by the same step fitted without them.
+(`better`). How much of the last one is taken is decided likewise. It is repeated as long as it takes away a tenth of
+the divergence (`_leads_on`). It is fitted to the choosing examples too, if the calibration has them, but judged by the
+same step fitted without them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from headprune.uncertainty import p_value, spread
 
 _LEAST = 4  # examples: two or three may agree by accident
 _ENOUGH = 100  # examples: with so many, every step that lowers the mean is kept
-_AGAIN = 0.6  # of the divergence: a step that leaves less went so far that its gradients have changed
-_AGAIN_TOKENS = 0.9  # likewise, where an example has many answers: there a step is shorter
+_AGAIN = 0.9  # of the divergence: after a step that leaves less than this, a further one is tried
 _NEAR = 1e-6  # nats: nearer, differences are mostly rounding
 NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 ALL_FITTED = "The last step was fitted to the choosing examples too."
@@ -301,17 +300,11 @@ def best_length(error: Callable[[float], float], before: float) -> float:
 
 
 def _leads_on(calibration: Calibration, trial: Trial) -> bool:
-    """Whether to repeat a step towards the answers, from its end: it went far, and answers have several directions.
-
-    With one direction per answer, a step fits all that the examples tell, and another one would fit their noise. Only
-    other examples could show that: `_Crossed` takes a step's start as given.
-    """
+    """Whether to repeat a step towards the answers, from its end: it gained enough to change the slopes."""
     if trial.after < _NEAR:
         return False
-    if calibration.several:
-        return trial.after < _AGAIN_TOKENS * trial.before
     answers, _ = calibration.answers
-    return trial.after < _AGAIN * trial.before and not isinstance(answers, str) and answers.count > 1
+    return trial.after < _AGAIN * trial.before and (calibration.several or not isinstance(answers, str))
 
 
 Tried = tuple[RepairWeights, Tensor, Tensor]
