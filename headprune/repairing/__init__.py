@@ -28,7 +28,7 @@ from headprune.fingerprint import identity
 from headprune.inputs import check_weights, inputs_of
 from headprune.plans import PruningPlan, note_repaired
 from headprune.repairing.calibration import Calibration, calibrate
-from headprune.repairing.gauss_newton import multiplications
+from headprune.repairing.gauss_newton import step_multiplications
 from headprune.repairing.projections import OutputProjection
 from headprune.repairing.results import AnswersRepair, LayerRepair, Repair, RepairWeights, Trial
 from headprune.repairing.steps import LAYER_STEPS, STEPS, checked_repair, drop_columns, fit_layers, summary
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AnswersRepair", "Calibration", "LayerRepair", "OutputProjection", "Repair", "RepairWeights", "Trial", "calibrate",
-    "checked_repair", "fit_layers", "multiplications", "repair", "summary",
+    "checked_repair", "fit_layers", "repair", "step_multiplications", "summary",
 ]  # fmt: skip
 
 

@@ -83,7 +83,7 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
     return found and replace(found, careful=partial(step, 1.0))
 
 
-def multiplications(examples: int, others: int, classes: int) -> float:
+def step_multiplications(examples: int, others: int, classes: int) -> float:
     """About how many a step takes, beside its passes: those of the kernel and of its factors at some strengths.
 
     Args:

@@ -206,7 +206,7 @@ def checked_repair(
         if kept:
             best = replace(tried, others=max(tried.others, best.others), on_fold=None, with_part=None, careful=None)
             fitted, estimated = own, after
-            if choose is not None and not step.by_layer and _leads_on(calibration, trials[-1]):
+            if choose is not None and not step.by_layer and _leads_on(trials[-1]):
                 ahead.insert(0, step)
         del weights, tried  # and the gradients that their functions hold
     best = drop_columns(calibration, drop) if best is old else best
@@ -299,12 +299,9 @@ def best_length(error: Callable[[float], float], before: float) -> float:
     return best
 
 
-def _leads_on(calibration: Calibration, trial: Trial) -> bool:
+def _leads_on(trial: Trial) -> bool:
     """Whether to repeat a step towards the answers, from its end: it gained enough to change the slopes."""
-    if trial.after < _NEAR:
-        return False
-    answers, _ = calibration.answers
-    return trial.after < _AGAIN * trial.before and (calibration.several or not isinstance(answers, str))
+    return _NEAR <= trial.after < _AGAIN * trial.before
 
 
 Tried = tuple[RepairWeights, Tensor, Tensor]

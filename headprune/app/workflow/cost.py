@@ -22,7 +22,7 @@ from headprune.divergence import ENOUGH
 from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.parallel import current
-from headprune.repairing import multiplications
+from headprune.repairing import step_multiplications
 from headprune.running import config_kept, evaluating, quiet
 from headprune.scoring import METHODS, method_and_settings
 
@@ -145,7 +145,7 @@ def _multiplications(scene: Scene) -> float:
         return 0.0
     examples, labels = len(scene.parts.score), int(getattr(scene.model.config, "num_labels", 2))
     classes = max(1, labels - 1)
-    return (1 if classes == 1 else _STEPS) * multiplications(examples, len(scene.parts.choose), classes)
+    return (1 if classes == 1 else _STEPS) * step_multiplications(examples, len(scene.parts.choose), classes)
 
 
 def _seconds_of_texts(scene: Scene) -> float:
