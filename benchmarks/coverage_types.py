@@ -415,9 +415,15 @@ def removal_fails(
     except hp.PruneError as error:
         return str(error.args[0].split(": ", 1)[1].removesuffix(" The model is unchanged."))
     unseen = other_input(example)
-    with hp.mask(model, drop, layers=layers):
-        expected = answer(model, unseen)
-    if not close(answer(pruned, unseen), expected):
+
+    def right(dtype: torch.dtype) -> bool:
+        inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in unseen.items()}
+        dense, cut = copy.deepcopy(model).to(dtype), copy.deepcopy(pruned).to(dtype)
+        with hp.mask(dense, drop, layers=layers):
+            return close(answer(cut, inputs), answer(dense, inputs))
+
+    # Some models make much of rounding: there, float64 decides.
+    if not any(map(right, (torch.float32, torch.float64))):
         return f"WRONG: pruning {', '.join(drop)} is not exact"
     done.append(pruned)
     return ""

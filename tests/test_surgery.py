@@ -17,7 +17,7 @@ import headprune as hp
 from headprune.pruned.hooks import HeadArgument
 from headprune.surgery import removal
 from headprune.surgery.evidence import ROWS, Bounds, _by_head, _sampled, differing, longer, position_limit
-from headprune.surgery.proof import Reference, _compare, _is_distribution, _sure, answers, tolerance_of
+from headprune.surgery.proof import TOLERANCE, Reference, _compare, _is_distribution, _sure, answers, tolerance_of
 from headprune.surgery.removal import Removal, count_changes, groups_left, ways
 from tests.support.cases import answer
 from tests.support.errors import refuses
@@ -437,6 +437,19 @@ def test_where_float64_cannot_tell_the_first_error_stays(why: str, monkeypatch: 
     with pytest.raises(hp.PruneError, match=r"its outputs differ .* is unchanged"):
         hp.prune(model, drop, {"input_ids": ids})
     assert model.transformer.h[0].attn.c_proj.weight.shape == (768, 768)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "proved"), [(3, True), (30, False)])
+def test_where_rounding_grows_float64_decides(share: float, proved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D-FINE chooses what it looks at by its own numbers: a right prune was refused for 1.05 times the tolerance."""
+    model, drop, ids = deep()
+    rounding = hp.prune(copy.deepcopy(model), drop, {"input_ids": ids}).difference
+    monkeypatch.setitem(TOLERANCE, torch.float32, rounding / share)
+    with nullcontext() if proved else pytest.raises(hp.PruneError, match="outputs differ"):
+        proof = hp.prune(model, drop, {"input_ids": ids})
+        assert proof.difference == rounding <= proof.tolerance
+    assert model.transformer.h[0].attn.c_proj.weight.shape == (576 if proved else 768, 768)
 
 
 class Growing(Model):
