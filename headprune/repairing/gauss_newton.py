@@ -69,6 +69,7 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
             return None
         alpha, strength, held_out = solution
 
+        @cache
         def on_fold(fold: int) -> Changes:
             own = (answers.folds == fold).repeat_interleave(residuals.shape[1])
             alone = torch.zeros_like(alpha)

@@ -192,21 +192,14 @@ def checked_repair(
         if isinstance(weights, LeftOut):
             notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
             continue
-        if weights.with_part and calibration.several:
-            weights = _of_best_length(weights, far, before)
-        tried, own, after = far(weights)
-        if step.by_layer:
-            latest = weights
-        elif weights.answers:
-            tried, own, after = _whole_or_part(weights, (tried, own, after), far, before)
-            if not better(before, after):
-                tried, own, after = _more_careful(weights, (tried, own, after), far, before)
+        latest = weights if step.by_layer else latest
+        tried, own, after = _taken(weights, far, before, calibration.several)
         kept = better(before, after)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
             best = replace(tried, others=max(tried.others, best.others), on_fold=None, with_part=None, careful=None)
             fitted, estimated = own, after
-            if choose is not None and not step.by_layer and _leads_on(trials[-1]):
+            if choose is not None and not step.by_layer and _leads_on(trials[-1].before, trials[-1].after):
                 ahead.insert(0, step)
         del weights, tried  # and the gradients that their functions hold
     best = drop_columns(calibration, drop) if best is old else best
@@ -215,28 +208,25 @@ def checked_repair(
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None, careful=None)
 
 
-def _whole_or_part(
-    weights: RepairWeights, whole: Tried, far: Callable[[RepairWeights], Tried], before: Tensor
+def _taken(
+    weights: RepairWeights, far: Callable[[RepairWeights], Tried], before: Tensor, length_unknown: bool
 ) -> Tried:
-    """A step as it was tried, or if that promises more, and does better, a part of it.
+    """A step as far as it is taken: whole; in part, if it promises more than it gains; by the best length, if it does no good.
 
     Args:
         before: The divergences of the same examples without it.
+        length_unknown: Whether the step's own length is a guess.
     """
-    if weights.with_part and weights.answers:
+    if not (weights.with_part and weights.answers):
+        return far(weights)
+    if not length_unknown:
+        tried = whole = far(weights)
         part = weights.answers.better_part(float(before.mean()), _mean(whole))
         if _LEAST_PART < part < _MOST_PART:
-            return min(whole, far(weights.with_part(part)), key=_mean)
-    return whole
-
-
-def _more_careful(weights: RepairWeights, tried: Tried, far: Callable[[RepairWeights], Tried], before: Tensor) -> Tried:
-    """The step as it was tried, or a more careful one if there is one that does better."""
-    with torch.inference_mode(False), torch.no_grad():
-        other = weights.careful() if weights.careful else None
-    if other is None or other.answers == weights.answers:
-        return tried
-    return min(tried, _whole_or_part(other, far(other), far, before), key=_mean)
+            tried = min(whole, far(weights.with_part(part)), key=_mean)
+        if _mean(whole) < float(before.mean()) or _leads_on(float(before.mean()), _mean(tried)):
+            return tried
+    return far(_of_best_length(weights, far, before))
 
 
 def _of_best_length(found: RepairWeights, far: Callable[[RepairWeights], Tried], before: Tensor) -> RepairWeights:
@@ -269,8 +259,11 @@ def _of_best_length(found: RepairWeights, far: Callable[[RepairWeights], Tried],
     way, part = best
     with torch.inference_mode(False), torch.no_grad():
         weights = way(part)
-    facts, held_out = weights.answers, math.sqrt(max(0.0, divergence(*best)))
-    facts = facts and replace(facts, before=math.sqrt(before.mean()), held_out=held_out, part=1.0)
+    facts = weights.answers
+    if facts and math.isnan(facts.before):  # of many answers, known by their divergence alone
+        facts = replace(
+            facts, before=math.sqrt(before.mean()), held_out=math.sqrt(max(0.0, divergence(*best))), part=1.0
+        )
     return replace(weights, answers=facts, with_part=None, careful=None)
 
 
@@ -299,9 +292,9 @@ def best_length(error: Callable[[float], float], before: float) -> float:
     return best
 
 
-def _leads_on(trial: Trial) -> bool:
+def _leads_on(before: float, after: float) -> bool:
     """Whether to repeat a step towards the answers, from its end: it gained enough to change the slopes."""
-    return _NEAR <= trial.after < _AGAIN * trial.before
+    return _NEAR <= after < _AGAIN * before
 
 
 Tried = tuple[RepairWeights, Tensor, Tensor]
