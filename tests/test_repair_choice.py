@@ -381,7 +381,8 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
     found = system(model, start, [*batches, choose], drop, whole=bool(problem))
     held_out = {strength: found.held_out(strength) for strength in STRENGTHS}
     best = min(held_out, key=lambda strength: held_out[strength])
-    about = min(1.05 * held_out[best], 0.999 * float(found.lacking.square().mean().sqrt()))
+    # With four classes here, that step whole does harm: of the lengths of both, one of the more careful is best.
+    about = min((1 if kind == 4 else 1.05) * held_out[best], 0.999 * float(found.lacking.square().mean().sqrt()))
     for weaker in reversed(
         [strength for strength in STRENGTHS if best / 11 < strength < best]
     ):  # the weakest that is about as good
@@ -409,28 +410,40 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
     assert changed == {name for name, _ in places_of(start, drop, batches[0])} - still
 
 
-def test_where_a_step_goes_too_far_a_more_careful_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the ridge that is best for left-out examples, and is decided on alike."""
+def test_where_a_step_goes_too_far_a_shorter_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are searched, of the step itself and of one with the ridge that is best for left-out examples."""
     monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
-    monkeypatch.setattr("headprune.repairing.gauss_newton._ABOUT", 1.0)
     model, batches = brute.classifier(3, rows=(36, 24))
     given: dict[str, Any] = {"mixtures": False, "choose": [text(120, 7, seed=78)]}
-    expected, best = brute.repaired(model, DROP, *batches, **given)
+    _, best = brute.repaired(model, DROP, *batches, **given)
     assert best.trials[-1].kept
-    monkeypatch.setattr("headprune.repairing.gauss_newton._ABOUT", math.inf)
-    steps, fit = list[Any](), gauss_newton.gauss_newton
+    fit = gauss_newton.gauss_newton
 
     def too_far(*args: Any) -> Any:
         step = fit(*args)
-        far = {name: (100 * weight, 100 * bias) for name, (weight, bias) in step.changes.items()}
-        steps.append(replace(step, changes=far, on_fold=lambda fold: far))
-        return steps[-1]
+
+        def farther(changes: Any) -> Any:
+            return {name: (100 * weight, 100 * bias) for name, (weight, bias) in changes.items()}
+
+        return replace(
+            step, changes=farther(step.changes), on_fold=lambda fold: farther(step.on_fold(fold)), careful=None
+        )
 
     monkeypatch.setattr("headprune.repairing.steps.gauss_newton", too_far)
-    mended, done = brute.repaired(model, DROP, *batches, **given)
-    assert steps[0].facts.strength < best.answers.strength
-    assert (done.answers, done.trials) == (best.answers, best.trials)
-    assert same(mended, state(expected))
+    _, done = brute.repaired(model, DROP, *batches, **given)
+    assert done.trials[-1].kept
+    assert 0.002 < done.answers.part < 0.05
+    assert best.trials[-1].gain * 0.9 < done.trials[-1].gain
+
+
+@pytest.mark.parametrize("seed", [6, 7])
+def test_a_step_that_does_harm_is_shortened_and_repeated(trained: Classifier, seed: int) -> None:
+    """Half of a layer's heads gone: a part of it was taken, little was gained, and repair ended at 83 to 85 % (of 81)."""
+    (x, _), drop = texts(100, 5), DROPS[0]
+    mended, done = brute.repaired(trained, drop, x, choose=[texts(100, seed)[0]])
+    assert far(mended, trained)[0] > 0.98
+    assert far(mended, trained)[1] < 0.05 * far(without(trained, drop), trained)[1]
+    assert all(t.kept for t in done.trials if t.step == "answers")
 
 
 def test_without_others_the_step_is_tried_by_cross_fitting() -> None:
@@ -544,11 +557,13 @@ def test_it_costs_a_pass_and_a_backward_pass_for_every_direction(others: int, mo
     Of the choosing examples these take a pass.
     """
     monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
+    monkeypatch.setattr("headprune.repairing.steps._ENOUGH", 1)
     model, batches = brute.classifier(3)  # of 32 examples
     given: dict[str, Any] = {"mixtures": False, "choose": [text(others, 7, seed=9)] if others else None}
     _, plain = brute.repaired(model, DROP, *batches, answers=False, **given)
     _, done = brute.repaired(model, DROP, *batches, **given)
-    tried = 0 if others else 2 if done.trials[-1].kept else 4  # by cross-fitting; with the best ridge too
+    tried = 0 if others else 2  # by cross-fitting
+    assert done.trials[-1].kept
     assert done.passes - plain.passes == 5 + tried + (5 + 1) * others // 32
 
 

@@ -193,7 +193,7 @@ def checked_repair(
             notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
             continue
         latest = weights if step.by_layer else latest
-        tried, own, after = _taken(weights, far, before, calibration.several)
+        tried, own, after = _taken(calibration, weights, far, before)
         kept = better(before, after)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
@@ -209,22 +209,22 @@ def checked_repair(
 
 
 def _taken(
-    weights: RepairWeights, far: Callable[[RepairWeights], Tried], before: Tensor, length_unknown: bool
+    calibration: Calibration, weights: RepairWeights, far: Callable[[RepairWeights], Tried], before: Tensor
 ) -> Tried:
     """A step as far as it is taken: whole; in part, if it promises more than it gains; by the best length, if it does no good.
 
     Args:
         before: The divergences of the same examples without it.
-        length_unknown: Whether the step's own length is a guess.
     """
     if not (weights.with_part and weights.answers):
         return far(weights)
-    if not length_unknown:
+    if not calibration.several:  # else its length is a guess
         tried = whole = far(weights)
         part = weights.answers.better_part(float(before.mean()), _mean(whole))
         if _LEAST_PART < part < _MOST_PART:
             tried = min(whole, far(weights.with_part(part)), key=_mean)
-        if _mean(whole) < float(before.mean()) or _leads_on(float(before.mean()), _mean(tried)):
+        far_enough = better(before, tried[2]) and _leads_on(float(before.mean()), _mean(tried))
+        if far_enough or better(before, whole[2]):
             return tried
     return far(_of_best_length(weights, far, before))
 
