@@ -47,7 +47,8 @@ class AnswersRepair:
             roots of mean divergences as `Trial` has them.
         strength: The strength of the ridge, by ``held_out``; K-FAC's damping, where an example has many answers.
         examples: How many were fitted to.
-        part: How much of the step was taken, from 0 to 1; 1 where an example has many answers, and the step's own length is searched.
+        part: How much of the step was taken; above 1 where its length was searched for and a longer one did better; 1 where an example has
+            many answers, since there its own length is a guess.
     """
 
     before: float

@@ -41,7 +41,7 @@ _NEAR = 1e-6  # nats: nearer, differences are mostly rounding
 NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 ALL_FITTED = "The last step was fitted to the choosing examples too."
 BLENDED = "The last step was fitted to mixtures of images too: four fifths of one, a fifth of another."
-_FARTHEST = 4.0**6  # of the lengths that are tried where an example has many answers, the longest, and 1 / the shortest
+_FARTHEST = 4.0**6  # of the lengths that are searched, the longest, and 1 / the shortest
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
 
@@ -169,8 +169,8 @@ def checked_repair(
 
     Args:
         drop: ``{layer_name: [head, ...]}``.
-        choose: On other examples than the fit's. A decision takes one pass, or two if a part of a step is tried; where an example has many
-            answers, some six for each form of the step (`best_length`).
+        choose: On other examples than the fit's. A decision takes one pass, or two if a part of a step is tried; some six more for each form
+            of the step where its length is searched for (`best_length`).
         steps: In the order in which they are made.
     """
     if not calibration.losing(drop):
