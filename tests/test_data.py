@@ -607,6 +607,42 @@ def test_a_classifier_of_several_parts_gets_a_token_to_pad_with(tmp_path: Path) 
     assert F.softmax(loaded.model(input_ids=torch.randint(3, 28, (2, 6))).logits, -1).shape == (2, 2)
 
 
+def test_texts_that_end_in_the_only_usual_padding_are_read_to_their_end(tmp_path: Path) -> None:
+    config = tf.GPT2Config(vocab_size=len(tokenizer()), n_embd=16, n_layer=1, n_head=2, eos_token_id=1, bos_token_id=1)
+    randomise(tf.GPT2ForSequenceClassification(config)).save_pretrained(tmp_path / "gpt")
+    texts = tokenizer()
+    texts.pad_token, texts.eos_token = None, "[SEP]"  # the last of every text
+    texts.save_pretrained(tmp_path / "gpt")
+    loaded = load_model(str(tmp_path / "gpt"))
+    alone = tf.GPT2ForSequenceClassification.from_pretrained(tmp_path / "gpt").eval()
+    batch = loaded.processor("the film", return_tensors="pt")
+    batch.pop("token_type_ids", None)
+    assert torch.equal(loaded.model(**batch).logits, alone(**batch).logits)
+
+
+def test_padding_is_the_models_where_the_tokenizer_has_another(tmp_path: Path) -> None:
+    """A decoder classifies by the last token that is not its config's padding."""
+    config = tf.GPT2Config(
+        vocab_size=len(tokenizer()),
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        pad_token_id=1,
+        eos_token_id=1,
+        bos_token_id=1,
+        num_labels=2,
+    )
+    randomise(tf.GPT2ForSequenceClassification(config)).save_pretrained(tmp_path / "gpt")
+    tokenizer().save_pretrained(tmp_path / "gpt")  # it pads with 0
+    rows = [{"text": "a", "label": 0}, {"text": "a a a a", "label": 1}] * 8
+    rows = [{**row, "text": " ".join([row["text"], *"abcdefgh"[:i]])} for i, row in enumerate(rows)]
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    loaded = load_model(str(tmp_path / "gpt"))
+    report = load_parts(DataOptions(str(tmp_path / "data.jsonl"), limit=2), loaded).report
+    together, alone = (hp.evaluate(loaded.model, report.batches(size)).metrics["loss"] for size in (8, 1))
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
 def test_texts_are_cut_at_the_positions_of_the_text_part(tmp_path: Path) -> None:
     model = randomise(gemma3())
     model.config.text_config.max_position_embeddings = 5

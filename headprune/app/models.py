@@ -299,7 +299,11 @@ def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
         if kind.modality == "text" and len(processor) <= len(processor.all_special_ids):
             raise ValueError("no vocabulary is there")
         if kind.modality == "text" and processor.pad_token is None:
-            processor.pad_token = processor.eos_token or processor.unk_token
+            # Decoders classify by the last token that is not padding: not by the one before it, where texts end in the padding.
+            end = processor.convert_ids_to_tokens(processor("")["input_ids"][-1:])
+            tokens = (processor.eos_token, processor.unk_token, processor.bos_token)
+            known = [token for token in tokens if token is not None]
+            processor.pad_token = next((token for token in known if token not in end), *known[:1] or [None])
             if processor.pad_token is None:
                 raise ValueError("it has no token to pad with")
     return processor

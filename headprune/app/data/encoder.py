@@ -125,6 +125,10 @@ class Encoder:
         inputs = [{k: v for k, v in feature.items() if k != "labels"} for feature in features]
         collator = DataCollatorWithPadding(self.processor) if self.encoding.pads else default_data_collator
         batch = dict(collator(inputs))
+        # Decoders classify by the last token that is not their own config's padding, which the tokenizer's may not be.
+        pad = getattr(self.config.get_text_config(), "pad_token_id", None) if self.encoding.pads else None
+        if "input_ids" in batch and "attention_mask" in batch and pad is not None and pad >= 0:
+            batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, pad)
         if not labels:
             return batch
         if not self.encoding.labels:
