@@ -196,7 +196,7 @@ def test_search_finds_what_prune_prunes(bert_folder: Path, data_folder: Path, tm
     assert plans == [hp.PruningPlan.load(path) for path in paths]
     assert all(0 not in p.drop.get(hp.find_attention(model)[1].name, []) for p in plans)
 
-    hp.repair(model, plans[0], fitted_to)
+    hp.repair(model, plans[0], fitted_to, choose=choose)
     hp.prune(model, plans[0])
     saved = hp.load(tmp_path / "run" / "pruned-5")
     example = {k: v for k, v in fitted_to[0].items() if k != "labels"}

@@ -148,9 +148,10 @@ def prove(
     rounded = bool(failure) and keep and least < proof.difference <= UNSTABLE * tolerance
     if rounded and (exact := _exact_in_float64(model, removals, inputs, layers, tolerance, least)):
         # A layer's own outputs hold more rounding than the model's; that they are right is known from float64.
-        allowed = tolerance * (UNSTABLE if proof.difference > tolerance else 1)
-        again = _try_ways(model, [exact], reference, allowed, allowed, keep, LAYERS * LAYERS)
-        return tried if again[2] else again
+        for allowed in (tolerance, UNSTABLE * tolerance):
+            again = _try_ways(model, [exact], reference, allowed, allowed, keep, LAYERS * LAYERS)
+            if not again[2]:
+                return again
     return tried
 
 
