@@ -301,9 +301,8 @@ def processor_of(source: str, kind: Task, common: dict[str, Any]) -> Any:
         if kind.modality == "text" and processor.pad_token is None:
             # Decoders classify by the last token that is not padding: not by the one before it, where texts end in the padding.
             end = processor.convert_ids_to_tokens(processor("")["input_ids"][-1:])
-            tokens = (processor.eos_token, processor.unk_token, processor.bos_token)
-            known = [token for token in tokens if token is not None]
-            processor.pad_token = next((token for token in known if token not in end), *known[:1] or [None])
+            tokens = list(filter(None, (processor.eos_token, processor.unk_token, processor.bos_token)))
+            processor.pad_token = next((token for token in tokens if token not in end), next(iter(tokens), None))
             if processor.pad_token is None:
                 raise ValueError("it has no token to pad with")
     return processor
