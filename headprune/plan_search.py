@@ -198,7 +198,9 @@ def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> Sources:
     """The orders to make: several for `AUTO`; for a strategy that needs scores, one for each of them."""
     if options.strategy == AUTO:
         own: Sources = {name: (name, None) for name in ("compensated", "re-scored")}
-        return own | {s.method: ("one-shot", s) for s in scores}
+        own |= {s.method: ("one-shot", s) for s in scores}
+        # Of few heads, a share for every layer is often nearer once the last step of repair is made.
+        return own | {f"{s.method}, per-layer": ("per-layer", s) for s in scores}
     if needs_scores(options.strategy):
         return {s.method: (options.strategy, s) for s in scores}
     return {options.strategy: (options.strategy, None)}
@@ -360,7 +362,7 @@ def _make_orders(start: SearchStart, sources: Sources, trials: Trials, console: 
     """Make the orders, by name."""
     orders: dict[str, Order] = {}
     for name, (strategy, scores) in sources.items():
-        with console.track(f"planning by {strategy}, {name}" if scores else f"planning by {name}") as progress:
+        with console.track(f"planning by {name}") as progress:
             search = replace(start.search, scores=scores, progress=progress)
             make = partial(arrange, search, strategy, start.levels, trials.merit, start.kinds, start.counts)
             orders[name] = trials.store.get(f"order {name}", make)

@@ -218,7 +218,7 @@ def test_the_plan_is_of_the_order_whose_plans_are_nearest_to_the_dense_model() -
     scores = hp.score(s.model, s.batches)
     tried = [
         hp.search(s.model, s.batches, keep=3, choose=s.others, strategy=strategy, scores=given)[0]
-        for strategy, given in (("compensated", None), ("re-scored", None), ("one-shot", scores))
+        for strategy, given in (("compensated", None), ("re-scored", None), ("one-shot", scores), ("per-layer", scores))
     ]
     assert len({repr(p.drop) for p in tried}) > 1
     assert found.drop in [p.drop for p in tried]

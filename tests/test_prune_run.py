@@ -56,7 +56,7 @@ def test_orders_are_compared_and_the_used_one_is_drawn(bert_folder: Path, data_f
     metrics = metrics_of(here / "run")
     planning, curve = metrics["planning"], metrics["curve"]
     compared = {order["order"]: order for order in planning["compared"]}
-    assert set(compared) == {"compensated", "re-scored", "gradient"}
+    assert set(compared) == {"compensated", "re-scored", "gradient", "gradient, per-layer"}
     nearness = {name: prod(plan["divergence"] for plan in order["plans"]) for name, order in compared.items()}
     (used,) = [name for name, order in compared.items() if order["used"]]
     assert used == min(nearness, key=nearness.__getitem__)

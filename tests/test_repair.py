@@ -650,25 +650,23 @@ def test_a_step_is_the_ridge_regression(some: bool, dtype: torch.dtype, monkeypa
     kernel, its_unit = gauss_newton.kernel_of(j.to(dtype))
     torch.testing.assert_close(kernel.double(), j @ j.T / unit, rtol=1e-3, atol=1e-5)
     assert its_unit == pytest.approx(unit, rel=1e-5)
-    found = gauss_newton.kernel_ridge(kernel, lacking, torch.arange(100), 1.05)
-    assert found
+    found = next(gauss_newton.kernel_ridge(kernel, lacking, torch.arange(100), 1.05))
     expected = j.T @ torch.linalg.solve(j @ j.T / unit + found[1] * torch.eye(200).double(), lacking.flatten())
     torch.testing.assert_close(j.T @ found[0], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
     assert found[2] < float(lacking.square().mean().sqrt())
     nothing = torch.eye(200).to(dtype)  # but noise
-    assert gauss_newton.kernel_ridge(nothing, draw(100, 2), torch.arange(100), 1.05) is None
+    assert not list(gauss_newton.kernel_ridge(nothing, draw(100, 2), torch.arange(100), 1.05))
 
 
 def test_the_strength_is_a_tenth_of_the_best_at_least() -> None:
     """Where the error says little about it: the longer the step, the less its gradients tell."""
     j = draw(60, 300) * torch.logspace(0, -2, 300)
     kernel, _ = gauss_newton.kernel_of(j)
-    y, found = (j @ draw(300, seed=1) + draw(60, seed=2))[:, None], list[float]()
-    for about in (1.0, 2.0):
-        solution = gauss_newton.kernel_ridge(kernel, y, torch.arange(60), about)
-        assert solution
-        found.append(solution[1])
-    assert found[1] == pytest.approx(found[0] / 10)
+    y = (j @ draw(300, seed=1) + draw(60, seed=2))[:, None]
+    (_, best, _), *others = gauss_newton.kernel_ridge(kernel, y, torch.arange(60), 1.0)
+    assert not others
+    both = [strength for _, strength, _ in gauss_newton.kernel_ridge(kernel, y, torch.arange(60), 2.0)]
+    assert both == pytest.approx([best / 10, best])  # the best is there for a step that is more careful
 
 
 def test_coordinates_are_what_gradients_are_longest_along() -> None:

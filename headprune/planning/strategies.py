@@ -179,7 +179,7 @@ class Strategy:
 STRATEGIES: dict[str, Strategy] = {}
 AUTO = "auto"
 """The default of a search. It is no strategy: it makes several orders and takes the best (`headprune.plan_search`)."""
-_ABOUT = "Several orders (re-scored, compensated, one-shot by each score); the choosing part decides which one is used."
+_ABOUT = "Several orders (re-scored, compensated, one-shot and per-layer by each score); the choosing part decides which one is used."
 
 
 def abouts() -> dict[str, str]:

@@ -7,7 +7,7 @@ few thousand, or more if an answer has one direction only (as with two classes),
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -63,12 +63,7 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
     def changes(alpha: Tensor) -> Changes:
         return weights_of(coordinates.matrices(_sum(gradients, alpha) / unit), places)
 
-    def step(about: float) -> AnswersStep | None:
-        solution = kernel_ridge(kernel, residuals, answers.left_out, about)
-        if solution is None:
-            return None
-        alpha, strength, held_out = solution
-
+    def step(alpha: Tensor, strength: float, held_out: float) -> AnswersStep:
         @cache
         def on_fold(fold: int) -> Changes:
             own = (answers.folds == fold).repeat_interleave(residuals.shape[1])
@@ -80,8 +75,9 @@ def gauss_newton(answers: DenseAnswers, places: Places) -> AnswersStep | None:
         others = int((answers.folds == 1).sum()) if answers.others else 0
         return AnswersStep(changes(alpha), facts, on_fold, others)
 
-    found = step(_ABOUT)
-    return found and replace(found, careful=partial(step, 1.0))
+    steps = (step(*solution) for solution in kernel_ridge(kernel, residuals, answers.left_out, _ABOUT))
+    found = next(steps, None)
+    return found and replace(found, careful=cache(partial(next, steps, None)))
 
 
 def step_multiplications(examples: int, others: int, classes: int) -> float:
@@ -171,7 +167,7 @@ def _slopes(answers: DenseAnswers, index: int, names: Sequence[str]) -> tuple[Te
 
 def kernel_ridge(
     kernel: Tensor, residuals: Tensor, left_out: Tensor, about: float
-) -> tuple[Tensor, float, float] | None:
+) -> Iterator[tuple[Tensor, float, float]]:
     """Kernel ridge regression, with a strength that is good by leaving out each group of examples in turn.
 
     With A the kernel plus the ridge, and y the residuals, a group's error when it is left out is
@@ -184,11 +180,11 @@ def kernel_ridge(
             example; 1 on average on the diagonal.
         residuals: The residuals, ``[examples, directions]``.
         left_out: ``[examples]``, the number of an example's group.
-        about: Strengths with at most so many times the best one's error are about as good; 1: the best one is taken.
+        about: Strengths with at most so many times the best one's error are about as good.
 
-    Returns:
-        The coefficients of the gradients ``[rows]`` in float64, the strength, and the root mean squared error on left-out groups;
-        None if no strength does better than no change.
+    Yields:
+        The coefficients of the gradients ``[rows]`` in float64, the strength, and the root mean squared error on left-out groups: by
+        the weakest strength, then by the best if that is another; those alone that do better than no change.
     """
     wanted, groups = residuals.flatten(), _rows_of_groups(left_out, residuals.shape[1])
     apart = -(-len(wanted) // _MOST_TRIED) if residuals.shape[1] > 1 else 1
@@ -208,8 +204,7 @@ def kernel_ridge(
     for one in dict.fromkeys((strength, STRENGTHS[best])):  # all groups may see it otherwise
         held_out, alpha = _left_out(kernel, wanted, groups, one)
         if held_out < _GAIN * _root(residuals):
-            return alpha, one, held_out
-    return None
+            yield alpha, one, held_out
 
 
 def _sum(rows: Tensor, alpha: Tensor) -> Tensor:

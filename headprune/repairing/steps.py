@@ -42,6 +42,7 @@ NO_GAIN = "No step towards the dense model's answers did better on examples left
 ALL_FITTED = "The last step was fitted to the choosing examples too."
 BLENDED = "The last step was fitted to mixtures of images too: four fifths of one, a fifth of another."
 _FARTHEST = 4.0**6  # of the lengths that are searched, the longest, and 1 / the shortest
+_NO_PARABOLA = 2  # times the divergence: a whole step that leaves more goes so far that no parabola tells its best part
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
 
@@ -211,22 +212,29 @@ def checked_repair(
 def _taken(
     calibration: Calibration, weights: RepairWeights, far: Callable[[RepairWeights], Tried], before: Tensor
 ) -> Tried:
-    """A step as far as it is taken: whole; in part, if it promises more than it gains; by the best length, if it does no good.
+    """A step as far as it is taken: whole; in part, if it promises more than it gains; by the best length, if it does great harm.
+
+    If it does no good, the more careful one is tried.
 
     Args:
         before: The divergences of the same examples without it.
     """
     if not (weights.with_part and weights.answers):
         return far(weights)
-    if not calibration.several:  # else its length is a guess
-        tried = whole = far(weights)
-        part = weights.answers.better_part(float(before.mean()), _mean(whole))
-        if _LEAST_PART < part < _MOST_PART:
-            tried = min(whole, far(weights.with_part(part)), key=_mean)
-        far_enough = better(before, tried[2]) and _leads_on(float(before.mean()), _mean(tried))
-        if far_enough or better(before, whole[2]):
-            return tried
-    return far(_of_best_length(weights, far, before))
+    if calibration.several:  # its length is a guess
+        return far(_of_best_length(weights, far, before))
+    tried = whole = far(weights)
+    part = weights.answers.better_part(float(before.mean()), _mean(whole))
+    if _LEAST_PART < part < _MOST_PART:
+        tried = min(whole, far(weights.with_part(part)), key=_mean)
+    near = _mean(whole) <= _NO_PARABOLA * float(before.mean())  # not of NaN
+    if better(before, tried[2]) and (near or _leads_on(float(before.mean()), _mean(tried))):
+        return tried
+    if not near:
+        return far(_of_best_length(weights, far, before))
+    with torch.inference_mode(False), torch.no_grad():
+        other = weights.careful() if weights.careful else None
+    return min(tried, _taken(calibration, other, far, before), key=_mean) if other else tried
 
 
 def _of_best_length(found: RepairWeights, far: Callable[[RepairWeights], Tried], before: Tensor) -> RepairWeights:

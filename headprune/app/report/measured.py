@@ -86,11 +86,14 @@ def orders(metrics: Metrics) -> dict[str, str]:
     planning = metrics.planning
     names = [*(p.method for p in metrics.curve), *(order.order for order in planning.compared), *planning.work]
     names += [*(b.strategy for b in metrics.budgets), planning.strategy]
-    by_scores = STRATEGIES.get("one-shot" if planning.strategy == AUTO else planning.strategy)
     known = {**abouts(), "random": "Heads drawn at random, the control."}
-    about = f"{by_scores.about[:1].lower()}{by_scores.about[1:]}" if by_scores else ""
-    other = f"By the scores of that name ({by_scores.name}): {about}" if by_scores else ""
-    texts = {name: known.get(name, other) for name in names if name not in ("", "dense")}
+
+    def by_scores(name: str) -> str:
+        strategy = name.rpartition(", ")[2] if planning.strategy == AUTO else planning.strategy
+        made = STRATEGIES.get(strategy, STRATEGIES["one-shot"] if planning.strategy == AUTO else None)
+        return f"By the scores of that name ({made.name}): {made.about[:1].lower()}{made.about[1:]}" if made else ""
+
+    texts = {name: known.get(name) or by_scores(name) for name in names if name not in ("", "dense")}
     return {name: text for name, text in texts.items() if text}
 
 
