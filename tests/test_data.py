@@ -740,6 +740,19 @@ def test_what_can_be_read_is_read(name: str, text: str, tmp_path: Path) -> None:
     assert str(tmp_path / name) not in str(error.value)  # another file is broken
 
 
+@pytest.mark.parametrize("name", ["train.csv", "train.tsv"])
+def test_words_for_nothing_are_texts(name: str, tmp_path: Path) -> None:
+    """The reader of tables took "None", "null" and "NA" for missing, and the run was refused; an empty field is missing."""
+    words = ["None", "null", "NA", "N/A", "n/a", "NULL"]
+    rows = [("text", "label", "number"), *((word, word, "1.5") for word in words), ("good", "", "NaN")]
+    (tmp_path / name).write_text("".join(("\t" if name.endswith("tsv") else ",").join(row) + "\n" for row in rows))
+    for place, split in ((tmp_path / name, "all"), (tmp_path, "train")):
+        read = read_splits(str(place))[split][:]
+        assert read["text"] == [*words, "good"]
+        assert read["label"] == [*words, None]
+        assert read["number"][:6] == [1.5] * 6
+
+
 def test_rows_are_named_by_the_split(bert_folder: Path, tmp_path: Path) -> None:
     rows: Any = [{"text": "good film", "label": 7 if i == 3 else 1} for i in range(8)]
     write_jsonl(tmp_path / "train.jsonl", sentences(40, 0))

@@ -16,7 +16,8 @@ from headprune.errors import HeadPruneError, check_text, explained, first_line
 BUILDERS = {
     ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".txt": "text",
 }  # fmt: skip
-ARGUMENTS: dict[str, dict[str, Any]] = {".tsv": {"delimiter": "\t"}}  # that the builder of a suffix is given
+_CSV = {"keep_default_na": False, "na_values": ["", "nan", "NaN"]}  # else texts like "None", "null" or "NA" are missing
+ARGUMENTS: dict[str, dict[str, Any]] = {".csv": _CSV, ".tsv": {**_CSV, "delimiter": "\t"}}  # of the builders, by suffix
 WHOLE = "all"  # the name of the only split where the data has none: one file, or one dataset saved to disk
 _HINT = f"Pass a Hub id, a folder, or a file ({', '.join(BUILDERS)})."
 _DEEPEST = 1000  # levels of nested JSON values
@@ -68,7 +69,8 @@ def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             stored = datasets.load_from_disk(str(path))
             return dict(stored) if isinstance(stored, Mapping) else {WHOLE: stored}
-        return dict(datasets.load_dataset(dataset, subset))
+        tables = path.is_dir() and {file.suffix.lower() for file in _files_in(path, *BUILDERS)} <= ARGUMENTS.keys()
+        return dict(datasets.load_dataset(dataset, subset, **(_CSV if tables else {})))
     except Exception as error:
         raise _unreadable(path, error) from error
 
