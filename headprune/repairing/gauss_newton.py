@@ -187,13 +187,18 @@ def kernel_ridge(
         the weakest strength, then by the best if that is another; those alone that do better than no change.
     """
     wanted, groups = residuals.flatten(), _rows_of_groups(left_out, residuals.shape[1])
-    apart = -(-len(wanted) // _MOST_TRIED) if residuals.shape[1] > 1 else 1
-    some = [own[::apart] for own in groups]
-    chosen = torch.cat([own.flatten() for own in some])
-    of_chosen = torch.split(torch.arange(len(chosen)), [own.numel() for own in some])
-    tried = [at.view_as(own) for at, own in zip(of_chosen, some, strict=True)]
-    small = kernel[chosen][:, chosen]
-    error = cache(lambda strength: _left_out(small, wanted[chosen], tried, strength)[0])
+    some = of_all = cache(partial(_left_out, kernel, wanted, groups))
+    chosen = torch.arange(len(wanted))
+    if residuals.shape[1] > 1 and (apart := -(-len(wanted) // _MOST_TRIED)) > 1:
+        own = [rows[::apart] for rows in groups]
+        chosen = torch.cat([rows.flatten() for rows in own])
+        at = torch.split(torch.arange(len(chosen)), [rows.numel() for rows in own])
+        tried = [those.view_as(rows) for those, rows in zip(at, own, strict=True)]
+        some = cache(partial(_left_out, kernel[chosen][:, chosen], wanted[chosen], tried))
+
+    def error(strength: float) -> float:
+        return some(strength)[0]
+
     strength, least = downhill(error, STRENGTHS, STRENGTHS.index(_START))
     most = min(about * least, _GAIN * _root(wanted[chosen]))
     best = STRENGTHS.index(strength)
@@ -202,7 +207,7 @@ def kernel_ridge(
             break
         strength = weaker
     for one in dict.fromkeys((strength, STRENGTHS[best])):  # all groups may see it otherwise
-        held_out, alpha = _left_out(kernel, wanted, groups, one)
+        held_out, alpha = of_all(one)
         if held_out < _GAIN * _root(residuals):
             yield alpha, one, held_out
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -170,8 +171,8 @@ def checked_repair(
 
     Args:
         drop: ``{layer_name: [head, ...]}``.
-        choose: On other examples than the fit's. A decision takes one pass, or two if a part of a step is tried; some six more for each form
-            of the step where its length is searched for (`best_length`).
+        choose: On other examples than the fit's. A decision takes one pass, or two if a part of a step is tried, and one more if the step is
+            kept and was fitted to these too; some six for each form of the step where its length is searched for (`best_length`).
         steps: In the order in which they are made.
     """
     if not calibration.losing(drop):
@@ -179,9 +180,9 @@ def checked_repair(
     if calibration.runner.examples < _LEAST:
         note = f"Nothing was repaired: fewer than {_LEAST} examples cannot show whether that does better."
         return replace(drop_columns(calibration, drop), note=note)
-    far = _Crossed(calibration, drop) if choose is None else partial(_on_others, calibration, drop, choose)
+    judge = _Crossed(calibration, drop) if choose is None else _OnOthers(calibration, drop, choose)
     best = latest = old = drop_columns(calibration, drop, biases=True)
-    _, fitted, estimated = far(old)
+    _, fitted, estimated = judge(old)
     trials: list[Trial] = []
     notes: list[str] = []
     ahead = list(steps)
@@ -194,12 +195,12 @@ def checked_repair(
             notes += [weights] if weights and step.name not in [trial.step for trial in trials] else []
             continue
         latest = weights if step.by_layer else latest
-        tried, own, after = _taken(calibration, weights, far, before)
-        kept = better(before, after)
+        tried = _taken(calibration, weights, judge, before)
+        after, kept = tried.estimate, better(before, tried.estimate)
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
-            best = replace(tried, others=max(tried.others, best.others), on_fold=None, with_part=None, careful=None)
-            fitted, estimated = own, after
+            new, fitted, estimated = judge.settled(tried)
+            best = replace(new, others=max(new.others, best.others), on_fold=None, with_part=None, careful=None)
             if choose is not None and not step.by_layer and _leads_on(trials[-1].before, trials[-1].after):
                 ahead.insert(0, step)
         del weights, tried  # and the gradients that their functions hold
@@ -209,9 +210,7 @@ def checked_repair(
     return replace(best, trials=tuple(trials), note=" ".join(notes), on_fold=None, with_part=None, careful=None)
 
 
-def _taken(
-    calibration: Calibration, weights: RepairWeights, far: Callable[[RepairWeights], Tried], before: Tensor
-) -> Tried:
+def _taken(calibration: Calibration, weights: RepairWeights, judge: _Judge, before: Tensor) -> Tried:
     """A step as far as it is taken: whole; in part, if it promises more than it gains; by the best length, if it does great harm.
 
     If it does no good, the more careful one is tried.
@@ -220,40 +219,40 @@ def _taken(
         before: The divergences of the same examples without it.
     """
     if not (weights.with_part and weights.answers):
-        return far(weights)
+        return judge(weights)
     if calibration.several:  # its length is a guess
-        return far(_of_best_length(weights, far, before))
-    tried = whole = far(weights)
+        return _of_best_length(weights, judge, before)
+    tried = whole = judge(weights)
     part = weights.answers.better_part(float(before.mean()), _mean(whole))
     if _LEAST_PART < part < _MOST_PART:
-        tried = min(whole, far(weights.with_part(part)), key=_mean)
+        tried = min(whole, judge(weights.with_part(part)), key=_mean)
     near = _mean(whole) <= _NO_PARABOLA * float(before.mean())  # not of NaN
-    if better(before, tried[2]) and (near or _leads_on(float(before.mean()), _mean(tried))):
+    if better(before, tried.estimate) and (near or _leads_on(float(before.mean()), _mean(tried))):
         return tried
     if not near:
-        return far(_of_best_length(weights, far, before))
+        return _of_best_length(weights, judge, before)
     with torch.inference_mode(False), torch.no_grad():
         other = weights.careful() if weights.careful else None
-    return min(tried, _taken(calibration, other, far, before), key=_mean) if other else tried
+    return min(tried, _taken(calibration, other, judge, before), key=_mean) if other else tried
 
 
-def _of_best_length(found: RepairWeights, far: Callable[[RepairWeights], Tried], before: Tensor) -> RepairWeights:
-    """The weights with so many times a step (or the more careful one) as does best on examples that it was not fitted to, by more than
-    chance if any does.
+def _of_best_length(found: RepairWeights, judge: _Judge, before: Tensor) -> Tried:
+    """So many times a step (or the more careful one) as does best on examples that it was not fitted to, by more than chance if any does.
 
     Args:
         before: The divergences of these examples without it.
     """
-    tried: dict[tuple[Callable[[float], RepairWeights], float], Tensor] = {}
+    tried: dict[
+        tuple[Callable[[float], RepairWeights], float], tuple[Tensor, Tensor]
+    ] = {}  # without the weights, which are large
 
     @cache
     def divergence(with_part: Callable[[float], RepairWeights], part: float) -> float:
         with torch.inference_mode(False), torch.no_grad():
             weights = with_part(part)
-            if weights.others and weights.on_fold:  # as it is without the choosing examples
-                weights = replace(weights.on_fold(0), others=0)
-        _, _, tried[with_part, part] = far(weights)
-        return float(tried[with_part, part].mean())
+        _, fitted, estimate = judge(weights)
+        tried[with_part, part] = fitted, estimate
+        return float(estimate.mean())
 
     with torch.inference_mode(False), torch.no_grad():
         careful = found.careful() if found.careful else None
@@ -262,8 +261,8 @@ def _of_best_length(found: RepairWeights, far: Callable[[RepairWeights], Tried],
         ((way, best_length(partial(divergence, way), float(before.mean()))) for way in ways),
         key=lambda at: divergence(*at),
     )
-    if not better(before, tried[best]):  # a shorter one may gain less, but surely
-        best = min((at for at in tried if better(before, tried[at])), key=lambda at: divergence(*at), default=best)
+    if not better(before, tried[best][1]):  # a shorter one may gain less, but surely
+        best = min((at for at in tried if better(before, tried[at][1])), key=lambda at: divergence(*at), default=best)
     way, part = best
     with torch.inference_mode(False), torch.no_grad():
         weights = way(part)
@@ -272,7 +271,7 @@ def _of_best_length(found: RepairWeights, far: Callable[[RepairWeights], Tried],
         facts = replace(
             facts, before=math.sqrt(before.mean()), held_out=math.sqrt(max(0.0, divergence(*best))), part=1.0
         )
-    return replace(weights, answers=facts, with_part=None, careful=None)
+    return Tried(replace(weights, answers=facts, with_part=None, careful=None), *tried[best])
 
 
 def best_length(error: Callable[[float], float], before: float) -> float:
@@ -305,28 +304,54 @@ def _leads_on(before: float, after: float) -> bool:
     return _NEAR <= after < _AGAIN * before
 
 
-Tried = tuple[RepairWeights, Tensor, Tensor]
-"""Weights; their divergence on examples, which they may have been fitted to; and what it would be on others: ``[examples]``."""
+class Tried(NamedTuple):
+    """Weights; their divergence on examples, which they may have been fitted to; and what it would be on others: ``[examples]``."""
+
+    weights: RepairWeights
+    fitted: Tensor
+    estimate: Tensor
 
 
-def _on_others(calibration: Calibration, drop: Heads, choose: Fidelity, weights: RepairWeights) -> Tried:
-    """Try weights on the choosing examples; a last step that is fitted to these too, as it is without them."""
+class _Judge(Protocol):
+    def __call__(self, weights: RepairWeights) -> Tried:
+        """Try weights; ``fitted`` holds once they are settled."""
 
-    def measured(weights: RepairWeights) -> Tensor:
+    def settled(self, tried: Tried) -> Tried:
+        """The weights that are kept."""
+
+
+class _OnOthers:
+    """Tries weights on the choosing examples; a last step that is fitted to these too, as it is without them."""
+
+    def __init__(self, calibration: Calibration, drop: Heads, choose: Fidelity) -> None:
+        self._calibration, self._drop, self._choose = calibration, drop, choose
+
+    def __call__(self, weights: RepairWeights) -> Tried:
+        estimate = self._measured(self._without(weights) or weights)
+        return Tried(weights, estimate, estimate)
+
+    def settled(self, tried: Tried) -> Tried:
+        without = self._without(tried.weights)
+        if without is None:
+            return tried
+        fitted = self._measured(tried.weights)
+        # To do worse on what it was fitted to, it must have gone too far.
+        return (
+            tried._replace(fitted=fitted) if fitted.mean() < tried.estimate.mean() else tried._replace(weights=without)
+        )
+
+    def _measured(self, weights: RepairWeights) -> Tensor:
         with torch.inference_mode(False):
-            return choose.each(partial(calibration.applied, weights.by_module, drop))
+            return self._choose.each(partial(self._calibration.applied, weights.by_module, self._drop))
 
-    if not weights.others or weights.on_fold is None or weights.answers is None:
-        divergence = measured(weights)
-        return weights, divergence, divergence
-    with torch.inference_mode(False), torch.no_grad():
-        facts = replace(weights.answers, examples=weights.answers.examples - weights.others)
-        without = replace(weights.on_fold(0), answers=facts, others=0)
-    divergence, estimate = measured(weights), measured(without)
-    if divergence.mean() < estimate.mean():
-        return weights, divergence, estimate
-    # To do worse on what it was fitted to, it must have gone too far.
-    return without, estimate, estimate
+    @staticmethod
+    def _without(weights: RepairWeights) -> RepairWeights | None:
+        """Weights whose last step is not fitted to the choosing examples; None if it was not anyway."""
+        if not weights.others or weights.on_fold is None or weights.answers is None:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            facts = replace(weights.answers, examples=weights.answers.examples - weights.others)
+            return replace(weights.on_fold(0), answers=facts, others=0)
 
 
 class _Crossed:
@@ -351,10 +376,13 @@ class _Crossed:
     def __call__(self, weights: RepairWeights) -> Tried:
         fitted = self._on([weights] * FOLDS)
         if weights.on_fold is None:
-            return weights, fitted, fitted
+            return Tried(weights, fitted, fitted)
         with torch.inference_mode(False), torch.no_grad():
             halves = [weights.on_fold(fold) for fold in reversed(range(FOLDS))]
-        return weights, fitted, (fitted + 2 * self._on(halves)) / 3
+        return Tried(weights, fitted, (fitted + 2 * self._on(halves)) / 3)
+
+    def settled(self, tried: Tried) -> Tried:
+        return tried
 
     def _on(self, of_folds: Sequence[RepairWeights]) -> Tensor:
         """Divergence ``[examples]``, each fold's with its own weights."""
@@ -368,7 +396,7 @@ class _Crossed:
 
 
 def _mean(tried: Tried) -> float:
-    return float(tried[2].mean())
+    return float(tried.estimate.mean())
 
 
 def better(before: Tensor, after: Tensor) -> bool:
