@@ -213,7 +213,7 @@ def checked_repair(
 def _taken(calibration: Calibration, weights: RepairWeights, judge: _Judge, before: Tensor) -> Tried:
     """A step as far as it is taken: whole; in part, if it promises more than it gains; by the best length, if it does great harm.
 
-    If it does no good, the more careful one is tried.
+    If it does not lead on, the more careful one is tried too.
 
     Args:
         before: The divergences of the same examples without it.
@@ -226,10 +226,9 @@ def _taken(calibration: Calibration, weights: RepairWeights, judge: _Judge, befo
     part = weights.answers.better_part(float(before.mean()), _mean(whole))
     if _LEAST_PART < part < _MOST_PART:
         tried = min(whole, judge(weights.with_part(part)), key=_mean)
-    near = _mean(whole) <= _NO_PARABOLA * float(before.mean())  # not of NaN
-    if better(before, tried.estimate) and (near or _leads_on(float(before.mean()), _mean(tried))):
+    if better(before, tried.estimate) and _leads_on(float(before.mean()), _mean(tried)):
         return tried
-    if not near:
+    if not _mean(whole) <= _NO_PARABOLA * float(before.mean()):  # also of NaN
         return _of_best_length(weights, judge, before)
     with torch.inference_mode(False), torch.no_grad():
         other = weights.careful() if weights.careful else None
