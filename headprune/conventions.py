@@ -337,6 +337,8 @@ def _by_labels(model: nn.Module, possible: Sequence[str], batches: Sequence[_Bat
     """
     if not possible:
         raise _no_logits()
+    if (known := getattr(model, "headprune_convention", None)) in possible:
+        return str(known)
     if SAME in possible:
         copied = [share for batch in batches if (share := _copied(batch)) is not None]
         # A text, of which the next tokens are predicted; or its tokens' classes.
@@ -358,7 +360,8 @@ def _copied(batch: _Batch) -> float | None:
     """The share of labels (first tokens' aside) that equal the input token in their place; None without such input."""
     labels = batch["labels"]
     counted = labels[:, 1:] != IGNORED
-    alike = [v for v in unlabelled(batch).values() if isinstance(v, Tensor) and v.shape == labels.shape]
+    tokens = {k: v for k, v in unlabelled(batch).items() if not k.endswith(("mask", "type_ids"))}  # 1 is a class, too
+    alike = [v for v in tokens.values() if isinstance(v, Tensor) and v.shape == labels.shape]
     shares = [float((v == labels)[:, 1:][counted].float().mean()) for v in alike if bool(counted.any())]
     return max(shares, default=None)
 

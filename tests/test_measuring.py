@@ -186,6 +186,15 @@ def correct(folder: Path) -> np.ndarray:
     return np.array([guess == row["label"] for guess, row in zip(guesses, rows, strict=True)], float)
 
 
+def test_a_run_names_the_methods_that_it_scored_by(runs: Path, bert_folder: Path, data_folder: Path) -> None:
+    """A run that `prune` scored itself named none, and `compare` told it from one that `score` had scored alike."""
+    run("score", bert_folder, "-d", data_folder, "-L", 40, "-m", "weight-norm", "-o", "scored", "-q")
+    run(*PRUNE, 3, "-o", "scored")
+    told = json.loads(run("compare", runs / "a", "scored", "--json").stdout)
+    assert told["options"] == {}
+    assert json.loads((runs / "a" / "run.json").read_text())["options"]["methods"] == ["weight-norm"]
+
+
 def test_evaluate_gives_what_prune_reports(runs: Path, bert_folder: Path, data_folder: Path) -> None:
     """Also of a file for another engine, in that engine."""
     run("export", runs / "a", "--to", "onnx", "-o", "a.onnx", "-q")
@@ -203,6 +212,21 @@ def test_evaluate_gives_what_prune_reports(runs: Path, bert_folder: Path, data_f
     said = run(*typed).stdout
     assert f"{100 * budget['pruned']['metrics']['accuracy']:.1f} %" in said
     assert "were used to score or choose" not in said
+
+
+@pytest.mark.parametrize(("rows", "batch"), [("mixed", 1), ("mixed", 16), ("ones", 16)])
+def test_a_files_words_are_compared_as_its_models_are(rows: str, batch: int) -> None:
+    """What a class 1 and the 1s of a mask have in common was taken for a text: files were refused, or predicted "the next token"."""
+    randomise(tf.BertForTokenClassification(tf.BertConfig(**common(num_labels=2)))).save_pretrained("words")
+    tokenizer().save_pretrained("words")
+    data = [str(row["text"]).split() for row in sentences(40, 3)]
+    labels = [[int(rows == "ones" or word in WORDS[:8]) for word in text] for text in data]
+    write_jsonl(Path("w.jsonl"), [{"tokens": text, "labels": own} for text, own in zip(data, labels, strict=True)])
+    run("export", "words", "--to", "onnx", "-o", "words.onnx", "-q")
+    values = changes(["evaluate", "words", "words.onnx", "-d", "w.jsonl", "-b", batch])
+    for metric in ("accuracy", "loss"):
+        model, file = (values["w.jsonl", metric, name]["value"] for name in ("words", "words.onnx"))
+        assert file == pytest.approx(model, rel=1e-5)
 
 
 def test_other_tokenizers_are_paired_by_row(runs: Path, data_folder: Path) -> None:

@@ -20,6 +20,7 @@ from headprune.app.models import LoadedModel, config_of, load_model, task_of
 from headprune.app.options import DataOptions, LoadOptions, MetricOptions, TaskOptions
 from headprune.app.sources import check_source, resolved, split_revision
 from headprune.app.workflow.scene import Console, Measures, seen_before
+from headprune.conventions import NEXT, SAME
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Measurement
 from headprune.exporting import is_exported
@@ -218,17 +219,22 @@ def _seen(source: str, loaded: LoadedModel, parts: DataParts, data: DataOptions)
     ]
 
 
+# How tasks compare logits with labels: a file has no loss of its own that would show it.
+_CONVENTIONS = {"causal-lm": NEXT, "masked-lm": SAME, "token-classification": SAME}
+
+
 class EngineModel(nn.Module):
     """An exported file as a model with named outputs, on the CPU, for `headprune.evaluation`.
 
     Args:
         path: As for `Session`.
-        like: The model that it was made from; only its config is used.
+        like: The model that it was made from; only its config and task are used.
     """
 
     def __init__(self, path: Path, like: LoadedModel) -> None:
         super().__init__()
         self.session, self.config = Session(path), like.config
+        self.headprune_convention = _CONVENTIONS.get(like.task.name)
         if is_encoder_decoder(self):
             raise HeadPruneError(
                 f"{path} is an encoder-decoder, which is only measured in transformers.", "Leave it out."

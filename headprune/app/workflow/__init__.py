@@ -165,6 +165,8 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     started, source, scored = time.monotonic(), config.source, Store()
     scene = open_to_prune(config, console)
     run = run_document(scene, folder) if source is None else run_after(source.read_run(), scene, folder)
+    if source is None:
+        run = replace(run, options=replace(run.options, methods=tuple(config.methods_to_score)))
     announce(console, lambda: cost_of_pruning(scene))
     if source is None:
         scores, scored = score_all(scene, config.methods_to_score, folder)
