@@ -751,6 +751,13 @@ def test_words_for_nothing_are_texts(name: str, tmp_path: Path) -> None:
         assert read["text"] == [*words, "good"]
         assert read["label"] == [*words, None]
         assert read["number"][:6] == [1.5] * 6
+    from PIL import Image
+
+    images = tmp_path / "images"
+    images.mkdir()
+    Image.new("RGB", (4, 4)).save(images / "0.png")
+    (images / "metadata.csv").write_text("file_name,label\n0.png,1\n")  # a table that is read by the reader of images
+    assert read_splits(str(images))["train"]["label"][:] == [1]
 
 
 def test_rows_are_named_by_the_split(bert_folder: Path, tmp_path: Path) -> None:

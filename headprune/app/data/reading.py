@@ -69,8 +69,9 @@ def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             stored = datasets.load_from_disk(str(path))
             return dict(stored) if isinstance(stored, Mapping) else {WHOLE: stored}
-        tables = path.is_dir() and {file.suffix.lower() for file in _files_in(path, *BUILDERS)} <= ARGUMENTS.keys()
-        return dict(datasets.load_dataset(dataset, subset, **(_CSV if tables else {})))
+        suffixes = {file.suffix.lower() for file in path.rglob("*") if file.is_file()} - {".md"}
+        only_tables = bool(suffixes) and suffixes <= ARGUMENTS.keys()  # no images whose labels a table holds
+        return dict(datasets.load_dataset(dataset, subset, **(_CSV if only_tables else {})))
     except Exception as error:
         raise _unreadable(path, error) from error
 
