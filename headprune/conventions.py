@@ -337,15 +337,13 @@ def _by_labels(model: nn.Module, possible: Sequence[str], batches: Sequence[_Bat
     """
     if not possible:
         raise _no_logits()
-    if (known := getattr(model, "headprune_convention", None)) in possible:
-        return str(known)
+    if declared := _declared(model, possible):
+        return declared
     if SAME in possible:
         copied = [share for batch in batches if (share := _copied(batch)) is not None]
         # A text, of which the next tokens are predicted; or its tokens' classes.
         if copied and (min(copied) == 1 or max(copied) < _CHANCE):
             return NEXT if min(copied) == 1 else SAME
-    elif declared := _declared(model, possible):
-        return declared
     elif possible[0] != SQUARED or any(bool((b["labels"] * (b["labels"] - 1)).any()) for b in batches):
         return possible[0]
     raise HeadPruneError(
@@ -367,8 +365,9 @@ def _copied(batch: _Batch) -> float | None:
 
 
 def _declared(model: nn.Module, possible: Sequence[str]) -> str | None:
-    """The convention that the config declares."""
-    declared = SQUARED if regresses(model) else BINARY if gives_several(model) else None
+    """The convention that the config declares, or the model itself as ``headprune_convention``."""
+    by_config = SQUARED if regresses(model) else BINARY if gives_several(model) else None
+    declared: str | None = getattr(model, "headprune_convention", None) or by_config
     return declared if declared in possible else None
 
 

@@ -194,15 +194,19 @@ Sources = dict[str, tuple[str, HeadScores | None]]
 """Orders by their names: the strategy that makes each, and the scores it is made from, if any."""
 
 
-def orders_for(options: SearchOptions, scores: Sequence[HeadScores]) -> Sources:
-    """The orders to make: several for `AUTO`; for a strategy that needs scores, one for each of them."""
+def orders_for(options: SearchOptions, scores: Mapping[str, HeadScores | None]) -> Sources:
+    """The orders to make: several for `AUTO`; for a strategy that needs scores, one for each of them.
+
+    Args:
+        scores: By method; None where the orders are only counted.
+    """
     if options.strategy == AUTO:
         own: Sources = {name: (name, None) for name in ("compensated", "re-scored")}
-        own |= {s.method: ("one-shot", s) for s in scores}
+        own |= {method: ("one-shot", s) for method, s in scores.items()}
         # Of few heads, a share for every layer is often nearer once the last step of repair is made.
-        return own | {f"{s.method}, per-layer": ("per-layer", s) for s in scores}
+        return own | {f"{method}, per-layer": ("per-layer", s) for method, s in scores.items()}
     if needs_scores(options.strategy):
-        return {s.method: (options.strategy, s) for s in scores}
+        return {method: (options.strategy, s) for method, s in scores.items()}
     return {options.strategy: (options.strategy, None)}
 
 
@@ -262,7 +266,7 @@ def find_plans(
         HeadPruneError: A budget that no order can meet.
     """
     start = SearchStart.of(options, trials)
-    sources, work = _affordable(start, orders_for(options, scores), console)
+    sources, work = _affordable(start, orders_for(options, {s.method: s for s in scores}), console)
     if len(sources) > 1:
         trials.check_compares()
     orders = _make_orders(start, sources, trials, console)
@@ -314,7 +318,7 @@ class SearchStart:
 def passes_of(options: SearchOptions, scores: Sequence[HeadScores], trials: Trials) -> float:
     """About how many passes over the scoring examples `find_plans` takes for its orders (a backward pass is two)."""
     start = SearchStart.of(options, trials)
-    _, work = _affordable(start, orders_for(options, scores), CallbackConsole())
+    _, work = _affordable(start, orders_for(options, {s.method: s for s in scores}), CallbackConsole())
     passes = [each.passes for each in work.values() if each.left_out is None]
     # The dense model is measured once for all.
     return sum(passes) - max(0, len(passes) - 1) * trials.calibration.cost if passes else 0.0

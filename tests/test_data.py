@@ -746,6 +746,8 @@ def test_words_for_nothing_are_texts(name: str, tmp_path: Path) -> None:
     words = ["None", "null", "NA", "N/A", "n/a", "NULL"]
     rows = [("text", "label", "number"), *((word, word, "1.5") for word in words), ("good", "", "NaN")]
     (tmp_path / name).write_text("".join(("\t" if name.endswith("tsv") else ",").join(row) + "\n" for row in rows))
+    for beside in ("README.md", ".gitattributes"):
+        (tmp_path / beside).touch()
     for place, split in ((tmp_path / name, "all"), (tmp_path, "train")):
         read = read_splits(str(place))[split][:]
         assert read["text"] == [*words, "good"]

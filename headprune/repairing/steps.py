@@ -43,7 +43,7 @@ NO_GAIN = "No step towards the dense model's answers did better on examples left
 ALL_FITTED = "The last step was fitted to the choosing examples too."
 BLENDED = "The last step was fitted to mixtures of images too: four fifths of one, a fifth of another."
 _FARTHEST = 4.0**6  # of the lengths that are searched, the longest, and 1 / the shortest
-_NO_PARABOLA = 2  # times the divergence: a whole step that leaves more goes so far that no parabola tells its best part
+_GREAT_HARM = 2  # times the divergence: a whole step that leaves more goes so far that no parabola tells its best part
 _LEAST_PART, _MOST_PART = 0.02, 0.8  # parts of a step that are tried: less gains nothing, more is as good as all
 
 
@@ -228,7 +228,7 @@ def _taken(calibration: Calibration, weights: RepairWeights, judge: _Judge, befo
         tried = min(whole, judge(weights.with_part(part)), key=_mean)
     if better(before, tried.estimate) and _leads_on(float(before.mean()), _mean(tried)):
         return tried
-    if not _mean(whole) <= _NO_PARABOLA * float(before.mean()):  # also of NaN
+    if not _mean(whole) <= _GREAT_HARM * float(before.mean()):  # also of NaN
         return _of_best_length(weights, judge, before)
     with torch.inference_mode(False), torch.no_grad():
         other = weights.careful() if weights.careful else None
@@ -241,9 +241,8 @@ def _of_best_length(found: RepairWeights, judge: _Judge, before: Tensor) -> Trie
     Args:
         before: The divergences of these examples without it.
     """
-    tried: dict[
-        tuple[Callable[[float], RepairWeights], float], tuple[Tensor, Tensor]
-    ] = {}  # without the weights, which are large
+    # Without the weights, which are large.
+    tried: dict[tuple[Callable[[float], RepairWeights], float], tuple[Tensor, Tensor]] = {}
 
     @cache
     def divergence(with_part: Callable[[float], RepairWeights], part: float) -> float:
@@ -334,10 +333,9 @@ class _OnOthers:
         if without is None:
             return tried
         fitted = self._measured(tried.weights)
-        # To do worse on what it was fitted to, it must have gone too far.
-        return (
-            tried._replace(fitted=fitted) if fitted.mean() < tried.estimate.mean() else tried._replace(weights=without)
-        )
+        if fitted.mean() < tried.estimate.mean():
+            return tried._replace(fitted=fitted)
+        return tried._replace(weights=without)  # to do worse on what it was fitted to, it must have gone too far
 
     def _measured(self, weights: RepairWeights) -> Tensor:
         with torch.inference_mode(False):

@@ -69,7 +69,7 @@ def read_splits(dataset: str, subset: str | None = None) -> dict[str, Any]:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             stored = datasets.load_from_disk(str(path))
             return dict(stored) if isinstance(stored, Mapping) else {WHOLE: stored}
-        suffixes = {file.suffix.lower() for file in path.rglob("*") if file.is_file()} - {".md"}
+        suffixes = {file.suffix.lower() for file in path.rglob("*") if file.is_file()} - {"", ".md"}
         only_tables = bool(suffixes) and suffixes <= ARGUMENTS.keys()  # no images whose labels a table holds
         return dict(datasets.load_dataset(dataset, subset, **(_CSV if only_tables else {})))
     except Exception as error:

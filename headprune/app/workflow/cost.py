@@ -22,7 +22,6 @@ from headprune.divergence import ENOUGH
 from headprune.errors import first_line
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable
 from headprune.parallel import current
-from headprune.planning import AUTO
 from headprune.repairing import step_multiplications
 from headprune.running import config_kept, evaluating, quiet
 from headprune.scoring import METHODS, method_and_settings
@@ -85,9 +84,8 @@ def cost_of_pruning(scene: PruneScene) -> Cost:
     forward, back = _pace(scene.model, batches)
     choose, report = (len(part) / len(parts.score) for part in (parts.choose, parts.report))
     compared = min(len(parts.choose), ENOUGH) / len(parts.score)
-    by_scores, plans = len(methods or scene.candidates), max(1, len(config.search.budgets))
-    # As `plan_search.orders_for` makes them.
-    orders = 0 if config.plan else 2 + 2 * by_scores if config.search.strategy == AUTO else by_scores
+    by_scores, plans = methods or [s.method for s in scene.candidates], max(1, len(config.search.budgets))
+    orders = 0 if config.plan else len(plan_search.orders_for(config.search, dict.fromkeys(by_scores)))
     planned = config.plan is not None or scene.known is not None
     planning = 0.0 if planned else plan_search.passes_of(config.search, scene.scores, trials)
     scoring = sum(_passes(method, scene, len(batches)) for method in methods)
