@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as tf
 from torch import Tensor, nn
 
 import headprune as hp
@@ -25,7 +26,7 @@ from tests.support.errors import refuses
 from tests.support.plain import WIDTH, Attention, Bare, Pair, noise
 from tests.support.plain import model_of as plain_of
 from tests.support.problems import small
-from tests.support.zoo import randomise, text
+from tests.support.zoo import randomise, text, wav2vec2
 
 WORDS, LENGTH = 12, 10
 
@@ -964,6 +965,17 @@ def test_few_tokens_move_w_o_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         mended, done = brute.repaired(model, drop, example, values=False)
         assert any(t.step == "answers" and t.kept for t in done.trials)
         assert any("mlp" in name for name in changed(model, mended)) == more
+
+
+@pytest.mark.parametrize("each", [1, 8])
+def test_sound_counts_by_its_frames(each: int) -> None:
+    """It counted by its samples, as so many tokens: where they came one by one, three of 24 were looked at, and of the choosing ones."""
+    sounds = torch.randn(48, 1600, generator=torch.Generator().manual_seed(0))
+    batches, choose = ([{"input_values": some} for some in half.split(each)] for half in sounds.split(24))
+    model = wav2vec2(tf.Wav2Vec2ForCTC)
+    layers = hp.find_attention(model, batches[0])
+    done = hp.repair(model, {layers[0].name: [1, 2]}, batches, choose=choose, layers=layers)
+    assert (done.answers and done.answers.examples) == 48
 
 
 def test_it_is_not_said_that_layers_moved_that_did_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -95,10 +95,19 @@ class Runner:
         """Context for evaluation mode without a cache, with attention that computes every head by itself."""
         return quiet(self.model, attributes=False)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
-        """About how many tokens the examples have."""
-        return sum(max(t.shape[:2].numel() for t in tensors(batch)) for batch in self.batches)
+        """About how many tokens the layers read of the examples, with padding."""
+
+        def size(batch: Any) -> int:
+            return max(t.shape[:2].numel() for t in tensors(batch))
+
+        # Of samples of sound, and of pixels, convolutions make another number of tokens.
+        one, seen = self.rows.take(max(self.batches, key=size), [0]), [0]
+        with torch.no_grad(), self.deterministic_eval():
+            self.run(one, lambda name, x, y: seen.append(x.shape[:-1].numel()))
+        self.count(1)
+        return round(sum(map(size, self.batches)) * (max(seen) / size(one) or 1))
 
     def first(self, index: int) -> int:
         """The number of the first example of a batch of `everything`."""
