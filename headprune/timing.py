@@ -26,6 +26,7 @@ from headprune.pruned import convert
 from headprune.running import evaluating, exact_attention, uncompiled, wrapped
 
 MIN_PASSES, MAX_PASSES = 5, 15
+_SLOW, _SLOW_PASSES = 500.0, 3  # of passes that take so many milliseconds, so few are enough: little disturbs them
 
 PROJECTIONS, ATTENTION, FEED_FORWARD, ENDS, REST, LAUNCH = PARTS = (
     "attention projections", "attention itself", "feed-forward", "embeddings and head", "the rest", "launch overhead",
@@ -134,11 +135,13 @@ def breakdown(
     with evaluating(model), exact_attention(model):
         latency.check_runs(model, given)
         times = latency.in_turn({"": latency.timer(model, given)}, MIN_PASSES, half)
+        wall = median(times[""])
+        slow = wall > _SLOW
         passes: list[ProfiledPass] = []
-        begin = monotonic()
-        while len(passes) < MAX_PASSES and (len(passes) < MIN_PASSES or monotonic() - begin < half):
-            passes.append(profiled(model, given, device))
-        return breakdown_of(model, layers, latency.example_shape(given), passes, median(times[""]), stand_ins)
+        begin, least = monotonic(), min(MIN_PASSES, _SLOW_PASSES) if slow else MIN_PASSES
+        while len(passes) < MAX_PASSES and (len(passes) < least or monotonic() - begin < half):
+            passes.append(profiled(model, given, device, refill=not slow))
+        return breakdown_of(model, layers, latency.example_shape(given), passes, wall, stand_ins)
 
 
 def breakdown_of(
@@ -213,13 +216,18 @@ class ProfiledPass:
     started: dict[str, float] = field(default_factory=dict)
 
 
-def profiled(model: nn.Module, example: Example, device: torch.device) -> ProfiledPass:
-    """Profile a forward pass, with a profiler range around every module's call."""
+def profiled(model: nn.Module, example: Example, device: torch.device, *, refill: bool = True) -> ProfiledPass:
+    """Profile a forward pass, with a profiler range around every module's call.
+
+    Args:
+        refill: Run the model once before, since the start of the profiler empties the caches.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # some builds of PyTorch log every profile on stderr
     cuda = device.type == "cuda"
     activities = (ProfilerActivity.CPU, ProfilerActivity.CUDA) if cuda else (ProfilerActivity.CPU,)
     with profile(activities=activities) as result, torch.inference_mode(), uncompiled():
-        call(model, example)  # refills the caches after the start of the profiler
+        if refill:
+            call(model, example)
         with wrapped(dict(model.named_modules()), _ranged):
             call(model, example)
         for _ in range(_EMPTY):
