@@ -173,7 +173,8 @@ def by_names(example: Any) -> Rows:
 def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) -> dict[str, Any]:
     """A batch of a given size (and length, for texts) for timing, made by repeating an example's rows (and tokens).
 
-    Token values do not change the time, and a full attention mask is the worst case.
+    Token values do not change the time, and a full attention mask is the worst case. Each text ends as its own does, and
+    its end is not repeated: classifiers such as BART's and T5's read their answer there, and want as many ends in every text.
     """
     rows = by_names(example)
     repeated: dict[str, Any] = rows.take(example, [i % rows.size(example) for i in range(batch)])
@@ -181,12 +182,22 @@ def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) ->
     tokens = ids.shape[1] if isinstance(ids, Tensor) else None
     if length is None or tokens is None:
         return repeated
+    mask = rows.table(repeated, "attention_mask")
+    real = torch.ones_like(repeated["input_ids"]) if mask is None or mask.shape[1] != tokens else mask
+    places = torch.stack([_places(row, length) for row in real])
     for key in repeated:
         value = rows.table(repeated, key)
         if value is not None and value.shape[1] == tokens:
-            value = value[:, torch.arange(length) % tokens]
+            value = value.gather(1, places)
             repeated[key] = torch.ones_like(value) if key == "attention_mask" else value
     return repeated
+
+
+def _places(mask: Tensor, length: int) -> Tensor:
+    """Places of a text's tokens, as many as asked for: they are repeated but for the last two, which stay last."""
+    own = (mask if bool(mask.any()) else mask == 0).nonzero().flatten()
+    start = own[:-2] if len(own) > 2 else own[:1]
+    return torch.cat([start[torch.arange(length) % len(start)], own[-2:]])[-length:]
 
 
 def find_rows(model: nn.Module, batches: Sequence[Any], answers: Answers) -> Rows:

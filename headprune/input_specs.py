@@ -95,7 +95,9 @@ def of_config(
     every = _other_ids(torch.full((rows, longest), vocabulary - 1), _special_ids(model)) if vocabulary > 6 else None
     specs: list[dict[str, Any]] = []
     if name == "input_ids" and every is not None:
-        ids = every[:, :tokens]
+        ids, end = every[:, :tokens].clone(), getattr(config, "eos_token_id", None)
+        if is_encoder_decoder(model) and isinstance(end, int) and end < vocabulary:
+            ids[:, -1] = end  # classifiers such as BART's and T5's read their answer there
         specs = [{name: ids, "attention_mask": torch.ones_like(ids)}, {name: ids}]
         if hasattr(config, "vision_config"):  # CLIP and similar models take both
             specs.append({name: ids, "pixel_values": Noise((rows, *pixels))})
@@ -109,6 +111,9 @@ def of_config(
                 spec["input_ids"] = every[:others, :tokens]
             if is_encoder_decoder(model):
                 spec["decoder_input_ids"] = every[: next(iter(spec.values())).shape[0], :target_tokens]
+    if name == "input_ids" and specs and is_encoder_decoder(model):
+        # Such classifiers make their decoder's input of it, and want no shorter one.
+        specs.append({name: specs[0][name]})
     return specs
 
 

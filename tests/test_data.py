@@ -456,6 +456,23 @@ def test_folders_of_images_go_by_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert isinstance(also.features, list)  # encoded once: a name makes no second dataset one to train on
 
 
+def test_images_of_several_shapes_are_refused_in_words(tmp_path: Path) -> None:
+    """Of a processor that keeps proportions; the error was unexpected, and torch's."""
+    from PIL import Image
+
+    for i in range(10):
+        folder = tmp_path / "images" / ("cat", "dog")[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8 + i, 8), (10 * i, i, 0)).save(folder / f"{i}.png")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    model = tf.Dinov2ForImageClassification(tf.Dinov2Config(**sizes, id2label={0: "cat", 1: "dog"}))
+    processor = tf.BitImageProcessor(size={"shortest_edge": 8}, do_center_crop=False)
+    parts = parts_of(loaded_as(model, "image-classification", processor), tmp_path / "images", batch_size=2)
+    with pytest.raises(hp.HeadPruneError, match=r"pixel_values of several shapes, \[3, 8, \d+\] and \[3, 8, \d+\]"):
+        list(parts.report.batches())
+    assert len(list(parts.report.batches(1))) == len(parts.report)
+
+
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip", "Siglip2", "ViT of one channel"])
 def test_images_for_configs_of_several_parts_and_of_one_channel(kind: str, tmp_path: Path) -> None:
     """CLIP's and SigLIP's classifiers have num_channels in vision_config; an image of a wrong mode was no image for a model of one channel."""

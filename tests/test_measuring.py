@@ -153,13 +153,17 @@ def test_prune_reports_tasks(writers: Path, data_folder: Path, here: Path) -> No
 
 
 def test_what_no_task_can_do_is_one_line(
-    writers: Path, bert_folder: Path, llama_folder: Path, monkeypatch: Any
+    writers: Path, bert_folder: Path, llama_folder: Path, data_folder: Path, monkeypatch: Any
 ) -> None:
     own = ["--tasks", "choice", "--include-path", writers / "tasks"]
     assert "gone cannot be loaded" in stderr_of("evaluate", writers / "dense", *own[:1], "gone", *own[2:], code=1)
     assert "hellaswag cannot be loaded" in stderr_of("evaluate", writers / "dense", "--tasks", "hellaswag", code=1)
     assert "for models that write text" in stderr_of("evaluate", bert_folder, *own, code=1)
     assert "no token for the end" in stderr_of("evaluate", llama_folder, *own, code=1)
+    twice = ["-k", 4, "-d", data_folder, "-m", "weight-norm", *own[:1], "both,choice", *own[2:], "--dry-run"]
+    assert "found in both 'both' and 'choice'" in stderr_of(
+        "prune", writers / "dense", *twice, code=1
+    )  # not when all is done
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert 'pip install "headprune[lm-eval]"' in stderr_of("evaluate", writers / "dense", *own, code=1)
 

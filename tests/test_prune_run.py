@@ -154,3 +154,30 @@ def test_few_frames_lie_between_prune_and_the_solver(
     monkeypatch.setattr(torch.linalg, "solve", counting)
     run("prune", bert_folder, "-d", data_folder, "-L", 20, "--keep", 4, "-s", "one-shot", "-m", "gradient", "-q")
     assert len(min(chains, key=len)) <= 12
+
+
+@pytest.mark.parametrize("kind", ["MBart", "T5"])
+def test_classifiers_that_read_the_end_of_a_text(kind: str, data_folder: Path, here: Path) -> None:
+    """Made-up texts had no end, and those that are timed several: `inspect` and `bench` failed, `prune` when all else was done."""
+    sizes = {"vocab_size": 30, "d_model": 32, "pad_token_id": 0, "eos_token_id": 3, "num_labels": 2}
+    if kind == "T5":
+        config = tf.T5Config(**sizes, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    else:
+        parts = {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+        parts |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+        config = tf.MBartConfig(**sizes, **parts, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=64)
+    model = randomise(getattr(tf, f"{kind}ForSequenceClassification")(config)).eval()
+    model.save_pretrained("m")
+    words = tokenizer()
+    words.model_input_names = ["input_ids", "attention_mask"]
+    words.save_pretrained("m")
+    assert "cross" in run("inspect", "m").stdout
+    run("bench", "m", "m", "--batch-sizes", "1,2", "--lengths", "8,12", "-q")
+    run(*PRUNE, 6, "m", "-d", data_folder, "-L", 20, "-b", 8, "-m", "weight-norm", "--no-repair", "-o", "run")
+    told, (budget,) = metrics_of(here / "run"), metrics_of(here / "run")["budgets"]
+    assert {row["batch"] for row in told["latency"]["rows"]} == {1, 8}
+    rows = [json.loads(line) for line in (data_folder / "test.jsonl").read_text().splitlines()]
+    for each, stored in ((model, told["dense"]), (hp.load(here / "run" / budget["checkpoint"]), budget["pruned"])):
+        guesses = [int(each(**words(row["text"], return_tensors="pt")).logits.argmax()) for row in rows]
+        right = [guess == row["label"] for guess, row in zip(guesses, rows, strict=True)]
+        assert stored["metrics"]["accuracy"] == pytest.approx(sum(right) / len(rows))

@@ -353,3 +353,15 @@ def test_shapes(batch: int, length: int) -> None:
     assert set(inputs) == {"input_ids", "attention_mask"}
     assert inputs["input_ids"].shape == inputs["attention_mask"].shape == (batch, length)
     assert inputs["attention_mask"].all()
+
+
+@pytest.mark.parametrize("length", [1, 4, 9, 30])
+def test_texts_of_any_length_end_once(length: int) -> None:
+    """They ended as often as they were repeated, and BART's classifiers refuse texts that do not all end as often."""
+    ids, ends = torch.randint(5, 20, (3, 9)), torch.tensor([5, 8, 3])
+    ids[torch.arange(3), ends] = 3
+    example = {"input_ids": ids, "attention_mask": (torch.arange(9) <= ends[:, None]).long()}
+    inputs = batches.shaped(example, 7, length)
+    assert inputs["input_ids"].shape == (7, length)
+    assert (inputs["input_ids"] == 3).sum(1).tolist() == [1] * 7
+    assert (inputs["input_ids"][:, -1] == 3).all()

@@ -59,7 +59,7 @@ def load_tasks(options: TaskOptions) -> list[Any]:
     """The harness's tasks and groups of tasks, with their data; [] if none are asked for.
 
     Raises:
-        HeadPruneError: The harness is not installed; no such folder or task; a task's data cannot be loaded.
+        HeadPruneError: The harness is not installed; no such folder or task; a task's data cannot be loaded; a task comes twice.
     """
     if not options.names:
         return []
@@ -87,6 +87,10 @@ def load_tasks(options: TaskOptions) -> list[Any]:
             ) from error
         groups = found["groups"]
         loaded += [groups[name]] if name in groups else found["tasks"].values()  # the tasks of a tag
+    try:
+        manager.load(loaded)  # as when it measures, which `prune` does last: it refuses a task that two of them hold
+    except ValueError as error:
+        raise HeadPruneError(f"The tasks cannot be run together: {first_line(error)}.", "Name each once.") from error
     return loaded
 
 

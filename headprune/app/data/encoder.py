@@ -123,6 +123,8 @@ class Encoder:
 
         labels = [feature["labels"] for feature in features if "labels" in feature]
         inputs = [{k: v for k, v in feature.items() if k != "labels"} for feature in features]
+        if not self.encoding.pads:
+            _check_alike(inputs)
         collator = DataCollatorWithPadding(self.processor) if self.encoding.pads else default_data_collator
         batch = dict(collator(inputs))
         # Decoders classify by the last token that is not their own config's padding, which the tokenizer's may not be.
@@ -231,6 +233,21 @@ class OnDemand(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.encode(self.rows[index])
+
+
+def _check_alike(inputs: Sequence[Feature]) -> None:
+    """Refuse inputs of several shapes, which no batch holds: some image processors keep an image's proportions.
+
+    Raises:
+        HeadPruneError: There are two shapes.
+    """
+    for name in inputs[0]:
+        shapes = [list(getattr(each[name], "shape", ())) for each in inputs]
+        if other := next((shape for shape in shapes if shape != shapes[0]), None):
+            raise HeadPruneError(
+                f"The processor gives {name} of several shapes, {shapes[0]} and {other}, which make no batch.",
+                "Let it resize, crop or pad all to one (preprocessor_config.json).",
+            )
 
 
 def content_hash(value: Any) -> str:
