@@ -296,3 +296,9 @@ def test_speech_is_written_without_timestamps() -> None:
 
 def test_marian_writes_texts() -> None:
     assert task_of(tf.MarianConfig(architectures=["MarianMTModel"]), None, "m").name == "seq2seq"
+
+
+@pytest.mark.parametrize("kind", ["DeiT", "Levit"])
+def test_a_model_that_had_a_teacher_classifies_images(kind: str) -> None:
+    config = getattr(tf, f"{kind}Config")(architectures=[f"{kind}ForImageClassificationWithTeacher"])
+    assert task_of(config, None, "m").name == "image-classification"

@@ -156,7 +156,7 @@ TASKS = {
         Task("question-answering", "QuestionAnswering", "text", "accuracy"),
         Task("masked-lm", "MaskedLM", "text", "perplexity", ("ForPreTraining",)),
         Task("causal-lm", "CausalLM", "text", "perplexity", ("LMHeadModel",)),
-        Task("image-classification", "ImageClassification", "image", "accuracy"),
+        Task("image-classification", "ImageClassification", "image", "accuracy", ("WithTeacher",)),
         Task("speech-seq2seq", "SpeechSeq2Seq", "audio", "perplexity"),
         Task("audio-classification", "AudioClassification", "audio", "accuracy"),
         Task("seq2seq", "Seq2SeqLM", "text", "perplexity", ("ForConditionalGeneration", "MTModel")),
