@@ -231,13 +231,18 @@ def encode_sound(encoder: Encoder, row: Row, _: int) -> Feature:
 
 
 def prepare_sound(encoder: Encoder) -> str:
-    """A note where sounds are padded, but nothing tells the model so: its answers then depend on their batch."""
+    """A note where the model sees the zeros that pad sounds: its answers then depend on their batch."""
     rate, name = encoder.processor.sampling_rate, encoder.processor.model_input_names[0]
     coded = [encoder.processor(np.zeros(n * rate, np.float32), sampling_rate=rate) for n in (1, 2)]
-    if np.shape(coded[0][name][0]) == np.shape(coded[1][name][0]) or "attention_mask" in coded[0]:
+    if np.shape(coded[0][name][0]) == np.shape(coded[1][name][0]):
         return ""
+    why = "its feature extractor gives no attention_mask"
+    if "attention_mask" in coded[0]:
+        if getattr(encoder.config, "feat_extract_norm", "") != "group":
+            return ""
+        why = "feat_extract_norm is 'group' in its config: the first convolution's norm is taken over them, too"
     return (
-        "The model sees the zeros that make the sounds of a batch equally long (its feature extractor gives no attention_mask), "
+        f"The model sees the zeros that make the sounds of a batch equally long ({why}), "
         "so its answers depend on the batch; with --batch-size 1 there are none."
     )
 
