@@ -194,8 +194,8 @@ def shaped(example: Mapping[str, Any], batch: int, length: int | None = None) ->
 
 
 def _places(mask: Tensor, length: int) -> Tensor:
-    """Places of a text's tokens, as many as asked for: they are repeated but for the last two, which stay last."""
-    own = (mask if bool(mask.any()) else mask == 0).nonzero().flatten()
+    """Places of a text's tokens, as many as asked for: they are repeated but for the last two (mBART writes its language behind the end)."""
+    own = mask.nonzero().flatten() if mask.any() else torch.arange(len(mask), device=mask.device)
     start = own[:-2] if len(own) > 2 else own[:1]
     return torch.cat([start[torch.arange(length) % len(start)], own[-2:]])[-length:]
 

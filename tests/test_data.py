@@ -200,8 +200,8 @@ def test_whisper_and_its_sound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("masked", "norm"), [(False, "layer"), (True, "layer"), (True, "group")])
-def test_sounds_without_a_mask(masked: bool, norm: str, tmp_path: Path) -> None:
-    """Where the model sees the zeros that make sounds equally long, batches are of similar length, and a note says it."""
+def test_padding_of_sound_that_the_model_sees(masked: bool, norm: str, tmp_path: Path) -> None:
+    """For want of a mask, or by its first norm: a note says it, and batches are of similar length."""
     sounds = [{"array": [0.1 * (i % 7)] * (400 + 37 * (i * 11 % 30)), "sampling_rate": 16000} for i in range(30)]
     data = Path(write_jsonl(tmp_path / "d.jsonl", [{"audio": sound, "label": i % 2} for i, sound in enumerate(sounds)]))
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,23 @@ def test_modules_that_run_in_some_passes() -> None:
         assert ["then.1.inner" in p.busy for p in passes] == [number == 0 for number in calls]
         result = timing.breakdown_of(model, layers, (2, 0), passes, 1.0, False)
         assert sum(result.parts.values()) == pytest.approx(1.0)
+
+
+def test_slow_passes_are_profiled_less_often() -> None:
+    """Fast ones run twice under the profiler: its start empties the caches."""
+    model = Stack([Block(16, 4, 24)], 16).eval()
+    layers, runs = hp.find_attention(model, INPUT), []
+    for slow in (math.inf, 0.0):
+        calls: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(timing, "MIN_PASSES", 5)
+            patch.setattr(timing, "_SLOW", slow)
+            handle = model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            result = hp.breakdown(model, INPUT, layers=layers, min_seconds=0)
+            handle.remove()
+        runs.append(len(calls))
+        assert sum(result.parts.values()) == pytest.approx(result.total)
+    assert runs[0] - runs[1] == 2 * 5 - 3
 
 
 def test_large_feed_forward_layers_are_recognised() -> None:
