@@ -103,7 +103,8 @@ class Calibration:
         if not self.repairs:
             return 0.0
         runner = self.runner
-        mixtures = mixed_texts(runner.batches, runner.rows, mixtures_of_each(runner.examples), 0) if self.mixes else ()
+        each = mixtures_of_each(runner.examples)
+        mixtures = mixed_texts(runner.batches, runner.rows, runner.blocks, each, 0) if self.mixes else ()
         times = sum(len(each.firsts) for each in mixtures) / runner.examples
         return bool(self.share) + (3 + self.share) * (times + (not (mixtures and mixes_only(runner.examples))))
 
@@ -148,9 +149,32 @@ class Calibration:
                     raise
                 both = ""
             else:
-                runner.count(further.passes * further.examples)
+                runner.count(further.seen)
             answers = answers if isinstance(both, str) else both
         return answers, runner.passes - before
+
+    def answers_to_mixtures(self, draw: int) -> DenseAnswers | str:
+        """`answers`, but for every ``draw`` other than 0 to other mixtures, if there are any.
+
+        What a step has left of the errors in the answers that it was fitted to, says little of those in others.
+        """
+        answers, _ = self.answers
+        runner = self.runner
+        if not draw or isinstance(answers, str) or not runner.mixtures:
+            return answers
+        further = [each for each in dict.fromkeys(answers.runners) if each is not runner]
+        before, mixtures = sum(each.seen for each in further), runner.mixtures
+        try:
+            for each in (runner, *further):
+                each.add_mixtures(runner.images, draw)
+            drawn = dense_answers(runner, *further) if runner.mixtures else ""
+            runner.mixtures = runner.mixtures or mixtures
+        except Exception as error:  # a model may raise anything about a mixture
+            if is_out_of_memory(error):
+                raise
+            return answers
+        runner.count(sum(each.seen for each in further) - before)
+        return answers if isinstance(drawn, str) else drawn
 
     def runner_of_others(self, most: int) -> Runner:
         """The model on `others`, or on about ``most`` of many.

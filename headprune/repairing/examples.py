@@ -19,7 +19,6 @@ from headprune.batches import Rows
 from headprune.divergence import gives_several, logits_of, part_of, real_tokens, regresses
 from headprune.errors import HeadPruneError
 from headprune.inputs import tensors, widened
-from headprune.repairing.mixtures import block_of
 
 if TYPE_CHECKING:
     from headprune.repairing.runner import Runner
@@ -178,9 +177,6 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
         taken = [each for runner in runners for each in _some(runner)]
         known = _answers(taken)
         basis = _basis(runners[0].model, known[0].shape[1])
-        # Of few examples, they beside their mixtures: more answers teach more than more directions of each.
-        more = [(runner, i) for runner in runners if runner.mixtures and not runner.mixed_only for i in runner.own]
-        known, taken = _answers(more) + known, more + taken
     except HeadPruneError as error:
         return f"{NOT_FITTED}: {error.args[0]}"
     if not all(bool(each.isfinite().all()) for each in known):
@@ -194,7 +190,7 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
     for runner, i in taken:
         numbers, part = runner.numbers(i), runners.index(runner)
         folds.append(torch.full_like(numbers, part) if len(runners) > 1 else runner.fold(i))
-        own = block_of(numbers) if runner.mixtures else numbers  # mixtures join examples of one block only
+        own = runner.blocks[numbers] if runner.mixtures else numbers  # mixtures join examples of one block only
         groups.append(own + part * first.examples)
     examples = sum(map(len, known))
     # Drawn once, so that an example's directions do not depend on the batch that it is in.
@@ -205,11 +201,15 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
 
 
 def _some(runner: Runner) -> list[tuple[Runner, int]]:
-    """Batches of `Runner.everything` that have every example once, as a mixture if there are any; of many, about `MOST_ROWS` examples."""
+    """Batches of `Runner.everything` that have every example once, as a mixture if there are any; of many, about `MOST_ROWS` examples.
+
+    Of few examples, they beside their mixtures: more answers teach more than more directions of each.
+    """
     every = [len(runner.own) + i for i, each in enumerate(runner.mixtures) if each.shift == 1] or runner.own
     count = min(len(every), max(1, MOST_ROWS // max(map(runner.size, every))))
+    beside = runner.own if runner.mixtures and not runner.mixed_only else ()
     # Evenly spaced, because batches often come sorted by length.
-    return [(runner, every[i * len(every) // count]) for i in range(count)]
+    return [(runner, i) for i in (*beside, *(every[i * len(every) // count] for i in range(count)))]
 
 
 def directions(every: int, examples: int) -> int:

@@ -43,9 +43,17 @@ class Mixed:
     shift: int
 
 
-def block_of(number: Tensor) -> Tensor:
-    """The number of an example's block; all of a block have one parity, so they are in one fold."""
-    return number // 2 // BLOCK * 2 + number % 2
+def blocks_of(examples: int, draw: int = 0) -> Tensor:
+    """The number of every example's block, ``[examples]``; all of a block have one parity, so they are in one fold.
+
+    Args:
+        draw: 0 for blocks of neighbours; every other number has blocks of its own, drawn at random.
+    """
+    place, generator = torch.arange(examples), torch.Generator().manual_seed(draw)
+    for parity in (0, 1) if draw else ():
+        own = place[parity::2]
+        place[parity::2] = own[torch.randperm(len(own), generator=generator)]
+    return place // 2 // BLOCK * 2 + place % 2
 
 
 def mixes_only(examples: int) -> bool:
@@ -58,7 +66,7 @@ def mixtures_of_each(examples: int) -> int:
     return 2 if 3 * examples <= ENOUGH else 1
 
 
-def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) -> list[Mixed]:
+def mixed_texts(batches: Sequence[Any], rows: Rows, blocks: Tensor, times: int, padding: int) -> list[Mixed]:
     """Mix every text's first half with the second half of each of the next ``times`` texts in its block.
 
     Both are cut in the middle of the shorter one. Which texts are mixed depends on their numbers alone, not on batches.
@@ -66,6 +74,7 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
     Args:
         batches: Calibration examples, with labels or without.
         rows: How examples lie in the batches.
+        blocks: `blocks_of` the examples.
         padding: The token to pad with.
 
     Returns:
@@ -85,19 +94,20 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, times: int, padding: int) ->
         value = padding if name == "input_ids" else 0
         return pad_sequence(parts, batch_first=True, padding_value=value, padding_side=side)
 
-    for shift, firsts, others in _pairs(batches, rows, times):
+    for shift, firsts, others in _pairs(batches, rows, blocks, times):
         mixed = [_mixed(texts[one], texts[other]) for one, other in zip(firsts, others, strict=True)]
         inputs = {name: padded(name, [text[name] for text in mixed]) for name in mixed[0]}
         result.append(Mixed(inputs, torch.tensor(firsts), shift))
     return result
 
 
-def mixed_images(batches: Sequence[Any], rows: Rows) -> list[Mixed]:
+def mixed_images(batches: Sequence[Any], rows: Rows, blocks: Tensor) -> list[Mixed]:
     """Blend every image with a little of the next one in its block; none of many, since they are enough.
 
     Args:
         batches: Calibration examples, with labels or without.
         rows: How examples lie in the batches.
+        blocks: `blocks_of` the examples.
 
     Returns:
         Batches on the examples' device, one for each batch; empty if they are not images of one size alone.
@@ -118,7 +128,7 @@ def mixed_images(batches: Sequence[Any], rows: Rows) -> list[Mixed]:
 
     return [
         Mixed(blended(firsts, others), torch.tensor(firsts), shift)
-        for shift, firsts, others in _pairs(batches, rows, 1)
+        for shift, firsts, others in _pairs(batches, rows, blocks, 1)
     ]
 
 
@@ -129,9 +139,11 @@ def _unlabelled(batch: Any) -> Any:
     return batch[:1] if isinstance(batch, tuple | list) else batch
 
 
-def _pairs(batches: Sequence[Any], rows: Rows, times: int) -> Iterator[tuple[int, list[int], list[int]]]:
+def _pairs(
+    batches: Sequence[Any], rows: Rows, blocks: Tensor, times: int
+) -> Iterator[tuple[int, list[int], list[int]]]:
     """The numbers of the examples to mix, shift by shift and batch by batch: the shift, the first ones, the others."""
-    block = block_of(torch.arange(sum(map(rows.size, batches)))).tolist()
+    block = blocks.tolist()
     members: dict[int, list[int]] = {}
     for number, of in enumerate(block):
         members.setdefault(of, []).append(number)
@@ -140,8 +152,8 @@ def _pairs(batches: Sequence[Any], rows: Rows, times: int) -> Iterator[tuple[int
         for batch in batches:
             first, end = end, end + rows.size(batch)
             firsts = [number for number in range(first, end) if len(members[block[number]]) > shift]
-            blocks = [members[block[number]] for number in firsts]
-            others = [own[(own.index(n) + shift) % len(own)] for n, own in zip(firsts, blocks, strict=True)]
+            near = [members[block[number]] for number in firsts]
+            others = [own[(own.index(n) + shift) % len(own)] for n, own in zip(firsts, near, strict=True)]
             if firsts:
                 yield shift, firsts, others
 

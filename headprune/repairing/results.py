@@ -186,6 +186,7 @@ class RepairWeights:
         note: What a reader should know about steps that were left out.
         trials: How every step did on examples that it was not fitted to (`headprune.repairing.steps`).
         others: How many of `Calibration.others` a last step was fitted to.
+        last_steps: How many last steps led to these weights.
         on_fold: ``on_fold(i)``: the weights if the last step is fitted to fold i alone, with the same strength; see `AnswersStep`.
         with_part: ``with_part(part)``: the weights with only a part of the last step, if that can be taken in part.
         careful: Makes the weights with `AnswersStep.careful` in place of the last step.
@@ -197,6 +198,7 @@ class RepairWeights:
     note: str = ""
     trials: tuple[Trial, ...] = ()
     others: int = 0
+    last_steps: int = 0
     on_fold: Callable[[int], RepairWeights] | None = None
     with_part: Callable[[float], RepairWeights] | None = None
     careful: Callable[[], RepairWeights | None] | None = None

@@ -18,7 +18,7 @@ from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.parallel import current
 from headprune.repairing.examples import logits_by_example, probe_of
-from headprune.repairing.mixtures import Mixed, mixed_images, mixed_texts, mixes_only, mixtures_of_each
+from headprune.repairing.mixtures import Mixed, blocks_of, mixed_images, mixed_texts, mixes_only, mixtures_of_each
 from headprune.repairing.projections import FOLDS, OutputProjection, Values, at
 from headprune.running import checkpointed, frozen, no_progress, quiet, recomputing, wrapped
 from headprune.scoring.base import Problem
@@ -45,13 +45,15 @@ class Runner:
         examples: Number of examples.
         rows: How examples lie in the batches.
         mixtures: Of the examples (`headprune.repairing.mixtures`).
+        blocks: The number of every example's block, ``[examples]``; mixtures join examples of one block only.
         images: Whether they are mixtures of images.
+        seen: How many examples the model was run on so far, a backward pass counting as two.
         dense_answers: The dense model's `answers_to` batches of `everything`, by number, once they are measured.
     """
 
     def __init__(self, model: nn.Module, projections: Sequence[OutputProjection], batches: Sequence[Any]) -> None:
         self.model, self.projections = model, projections
-        self._seen = 0.0  # how many examples the model was run on
+        self.seen = 0.0
         device = model_device(model)
         with torch.inference_mode(False):
             self.batches = [usable(move(batch, device)) for batch in nonempty(batches, "repair on")]
@@ -59,6 +61,7 @@ class Runner:
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))
         self.mixtures: tuple[Mixed, ...] = ()
+        self.blocks = blocks_of(self.examples)
         self.images = False
         self.dense_answers: dict[int, Tensor] = {}
         if not self._independent():
@@ -67,11 +70,11 @@ class Runner:
     @property
     def passes(self) -> float:
         """Forward passes over all examples so far, a backward pass counting as two."""
-        return self._seen / self.examples
+        return self.seen / self.examples
 
     def count(self, examples: float) -> None:
         """Add examples that the model was run on to `passes`; a backward pass counts as two."""
-        self._seen += examples
+        self.seen += examples
 
     def share(
         self,
@@ -85,10 +88,10 @@ class Runner:
         Args:
             batches: Each task's batch, if it has one; its size tells how long the task takes.
         """
-        before, ranks = self._seen, current()
+        before, ranks = self.seen, current()
         results = ranks.share(name, tasks, [cost_of(batch) for batch in batches] or None, progress)
         if ranks.size > 1:
-            self._seen = before + sum(ranks.gather(f"passes of {name}", self._seen - before))
+            self.seen = before + sum(ranks.gather(f"passes of {name}", self.seen - before))
         return results
 
     def deterministic_eval(self) -> AbstractContextManager[None]:
@@ -147,22 +150,28 @@ class Runner:
         """Cross-validation fold of every example of a batch of `everything`, ``[examples]``."""
         return self.numbers(index) % FOLDS
 
-    def add_mixtures(self, images: bool = False) -> None:
+    def add_mixtures(self, images: bool = False, draw: int = 0) -> None:
         """Add mixtures of every text, two of few, or of every image; none, unless the model gives one answer for each.
 
         Of texts, those in the first batch are tried; the others are when they are summed up.
+
+        Args:
+            images: Whether to mix images, not texts.
+            draw: As for `blocks_of`; the mixtures of another draw are replaced.
         """
+        self.blocks = blocks_of(self.examples, draw)
         if images:
-            mixtures = mixed_images(self.batches, self.rows)
+            mixtures = mixed_images(self.batches, self.rows, self.blocks)
         else:
             padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
-            mixtures = mixed_texts(self.batches, self.rows, mixtures_of_each(self.examples), padding)
+            mixtures = mixed_texts(self.batches, self.rows, self.blocks, mixtures_of_each(self.examples), padding)
         device = model_device(self.model)
         self.mixtures = tuple(replace(mixed, inputs=move(mixed.inputs, device)) for mixed in mixtures)
+        self.dense_answers = {i: known for i, known in self.dense_answers.items() if i in self.own}
         tried = self.mixtures if images else self.mixtures[:1]
         if not all(map(self._takes, range(len(self.batches), len(self.batches) + len(tried)))):
             self.mixtures = ()
-        elif images:
+        elif images or draw:  # those of the first texts are counted when they are summed up
             self.count(sum(len(mixed.firsts) for mixed in tried))
         self.images = images and bool(self.mixtures)
 

@@ -7,8 +7,8 @@ these, its error on other examples is estimated by cross-fitting (`_Crossed`).
 
 A step is kept if it lowers the mean divergence from the dense model's answers; with few examples, by more than chance
 (`better`). How much of the last one is taken is decided likewise. It is repeated as long as it takes away a tenth of
-the divergence (`_leads_on`). It is fitted to the choosing examples too, if the calibration has them, but judged by the
-same step fitted without them.
+the divergence (`_leads_on`), each time with other mixtures of the examples. It is fitted to the choosing examples too, if the
+calibration has them, but judged by the same step fitted without them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Step:
 def refit_answers(calibration: Calibration, drop: Heads, start: RepairWeights) -> RepairWeights | LeftOut:
     """Move all linear layers (or if that fails or gains nothing, the output projections that lose heads) towards the dense model's answers,
     from the weights ``start``."""
-    answers, _ = calibration.answers
+    answers = calibration.answers_to_mixtures(start.last_steps)
     if isinstance(answers, str) and not calibration.several:
         return answers
     outputs = {p.name: (p, p.kept(drop)) for p in calibration.projections if p.name in start.by_module}
@@ -200,7 +200,8 @@ def checked_repair(
         trials.append(Trial(step.name, float(before.mean()), float(after.mean()), len(after), kept))
         if kept:
             new, fitted, estimated = judge.settled(tried)
-            best = replace(new, others=max(new.others, best.others), on_fold=None, with_part=None, careful=None)
+            others, last_steps = max(new.others, best.others), best.last_steps + (not step.by_layer)
+            best = replace(new, others=others, last_steps=last_steps, on_fold=None, with_part=None, careful=None)
             if choose is not None and not step.by_layer and _leads_on(trials[-1].before, trials[-1].after):
                 ahead.insert(0, step)
         del weights, tried  # and the gradients that their functions hold
