@@ -134,8 +134,8 @@ def test_batches_and_padding_do_not_matter(name: str, ridge: float | None) -> No
 LENGTHS = [12, 7, 9, 12, 4, 3, 12, 2, 10, 12, 11, 5, 6]
 
 
-def texts(left: bool) -> dict[str, Tensor]:
-    generator, places = torch.Generator().manual_seed(0), torch.arange(12)
+def texts(left: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    generator, places = torch.Generator().manual_seed(seed), torch.arange(12)
     lengths = torch.tensor(LENGTHS)[:, None]
     real = places >= 12 - lengths if left else places < lengths
     ids = torch.randint(3, 100, real.shape, generator=generator)
@@ -158,11 +158,7 @@ def test_the_first_half_of_one_and_the_second_of_another(
     mended, done = brute.repaired(model, drop, *batches, choose=choose, ridge=0.1, values=False, answers=False)
     assert done.trials[0].kept
 
-    def tokens(batch: dict[str, Tensor]) -> list[list[int]]:
-        rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
-        return [ids[real].tolist() for ids, real in rows]
-
-    expected, known = {shift: list[list[int]]() for shift in ((1, 2) if enough == 39 else (1,))}, tokens(whole)
+    expected, known = {shift: list[list[int]]() for shift in ((1, 2) if enough == 39 else (1,))}, tokens_of(whole)
     for shift, own in expected.items():
         for row, first in enumerate(known):
             block = [other for other in range(13) if other % 2 == row % 2 and other // 8 == row // 8]
@@ -172,17 +168,72 @@ def test_the_first_half_of_one_and_the_second_of_another(
                 own.append(first[:half] + second[half:])
     every = [text for own in expected.values() for text in own]
     assert done.mixtures == done.to_json()["mixtures"] == len(every)
-    once = {str(given["input_ids"]): given for given in seen if all(text in every for text in tokens(given))}
+    once = {str(given["input_ids"]): given for given in seen if all(text in every for text in tokens_of(given))}
     mixed = list(once.values())
     for row in (row for given in mixed for row in given["attention_mask"].tolist()):
         assert row == sorted(row, reverse=not left)
-    assert [text for given in mixed for text in tokens(given)] == every
+    assert [text for given in mixed for text in tokens_of(given)] == every
     kept, (old, bias) = brute.columns_of(layer, brute.kept_heads(layer, drop)), brute.output_of(model, layer)
     all_tokens = brute.tokens_of(model, [layer], [*(batches if enough >= 2 * 13 else ()), *mixed])[layer.name]
     own_tokens = replace(all_tokens, x=all_tokens.x[:, kept])
     weight, free = brute.ridge_regression(own_tokens, old[kept], bias, 0.1)  # type: ignore[arg-type]
     torch.testing.assert_close(brute.output_of(mended, layer)[0][kept], weight)
     torch.testing.assert_close(brute.output_of(mended, layer)[1], free)
+
+
+@pytest.mark.parametrize("size", [13, 5])
+def test_other_pairs_for_every_repeat_of_the_last_step(size: int) -> None:
+    """First beside the examples, later alone, two of each. A mixture is left out with both of its texts, of one fold; every run of the
+    model is counted; the same draw gives the same pairs."""
+    model, _ = brute.classifier(2)
+    score, choose = texts(), texts(seed=1)
+    firsts = torch.arange(3, 29).split(13)  # by which short texts are told apart
+    for own, tokens in zip((score, choose), firsts, strict=True):
+        own["input_ids"][:, 0] = tokens
+    split = [[brute.rows_of(own, slice(i, i + size)) for i in range(0, 13, size)] for own in (score, choose)]
+    ran = [0.0]
+    model.register_forward_hook(lambda module, args, output: ran.append(len(output.logits)))
+    found = calibrate(model, hp.find_attention(model, score), split[0], others=split[1])
+    known = {tuple(tokens_of(own)[row]): (part, row) for part, own in enumerate((score, choose)) for row in range(13)}
+    pairs: dict[int, set[tuple[tuple[int, int], ...]]] = {}
+    for draw in (0, 1, 2, 1):
+        _ = found.answers
+        before, seen = sum(ran), found.runner.seen
+        answers = found.answers_to_mixtures(draw)
+        assert not isinstance(answers, str)
+        assert sum(ran) - before == found.runner.seen - seen
+        groups, rows = iter(answers.left_out.tolist()), list[tuple[tuple[int, int], ...]]()
+        of_group: dict[tuple[int, int], int] = {}
+        for batch, logits in zip(answers.batches, answers.known, strict=True):
+            torch.testing.assert_close(logits, brute.logits(model, batch).double())
+            for words in tokens_of(batch):
+                from_texts = sources(words, known)
+                rows.append(from_texts)
+                group = next(groups)
+                assert {of_group.setdefault(one, group) for one in from_texts} == {group}
+                assert len({(part, row % 2) for part, row in from_texts}) == 1
+        assert {one for own in rows if len(own) == 1 for one in own} == (set() if draw else set(known.values()))
+        assert len(rows) == (2 * 26 if draw == 0 else 2 * (13 + 11))  # a block of two has no second one
+        mixed = {own for own in rows if len(own) == 2}
+        assert pairs.setdefault(draw, mixed) == mixed
+    assert all(pairs[one] != pairs[other] for one, other in ((0, 1), (0, 2), (1, 2)))
+
+
+def tokens_of(batch: dict[str, Tensor]) -> list[list[int]]:
+    rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+    return [ids[real].tolist() for ids, real in rows]
+
+
+def sources(text: list[int], known: dict[tuple[int, ...], tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Which text, or which two in order, this one is from: the first half of one and the second of another."""
+    if tuple(text) in known:
+        return (known[tuple(text)],)
+    for one, first in known.items():
+        for other, second in known.items():
+            half = min(len(one), len(other)) // 2
+            if [*one[:half], *other[half:]] == text:
+                return first, second
+    raise AssertionError(text)
 
 
 @pytest.mark.parametrize("kind", ["some", "many"])

@@ -43,11 +43,13 @@ class Statistics:
         moments: By output projection, of W_O's inputs (widened by what heads attend to along `directions`) and its
             outputs. Tokens are weighted by how much the answers depend on them. Empty if nothing will be refitted.
         passes: Forward passes over the examples that measuring took; a backward pass counts as two.
+        mixtures: Number of mixtures of texts among what was summed over.
     """
 
     directions: Directions
     moments: Mapping[str, Moments]
     passes: float
+    mixtures: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ class Calibration:
             if moments is None:  # the model gives no answer to a mixture
                 runner.mixtures = ()
                 moments = _sum_moments(runner, directions, self.progress) or {}
-        return Statistics(directions, moments, runner.passes - before)
+        mixtures = sum(len(mixed.firsts) for mixed in runner.mixtures)
+        return Statistics(directions, moments, runner.passes - before, mixtures)
 
     @cached_property
     def answers(self) -> tuple[DenseAnswers | str, float]:
@@ -154,10 +157,7 @@ class Calibration:
         return answers, runner.passes - before
 
     def answers_to_mixtures(self, draw: int) -> DenseAnswers | str:
-        """`answers`, but for every ``draw`` other than 0 to other mixtures, if there are any.
-
-        What a step has left of the errors in the answers that it was fitted to, says little of those in others.
-        """
+        """`answers`; or for any ``draw`` but 0, those to mixtures alone, of other pairs for each, if there are any."""
         answers, _ = self.answers
         runner = self.runner
         if not draw or isinstance(answers, str) or not runner.mixtures:

@@ -203,9 +203,10 @@ def dense_answers(*runners: Runner) -> DenseAnswers | str:
 def _some(runner: Runner) -> list[tuple[Runner, int]]:
     """Batches of `Runner.everything` that have every example once, as a mixture if there are any; of many, about `MOST_ROWS` examples.
 
-    Of few examples, they beside their mixtures: more answers teach more than more directions of each.
+    Of few examples, they beside their mixtures: more answers teach more than more directions of each. Of a later draw, all mixtures.
     """
-    every = [len(runner.own) + i for i, each in enumerate(runner.mixtures) if each.shift == 1] or runner.own
+    every = [len(runner.own) + i for i, each in enumerate(runner.mixtures) if each.shift == 1 or runner.draw]
+    every = every or list(runner.own)
     count = min(len(every), max(1, MOST_ROWS // max(map(runner.size, every))))
     beside = runner.own if runner.mixtures and not runner.mixed_only else ()
     # Evenly spaced, because batches often come sorted by length.

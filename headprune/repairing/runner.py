@@ -45,6 +45,7 @@ class Runner:
         examples: Number of examples.
         rows: How examples lie in the batches.
         mixtures: Of the examples (`headprune.repairing.mixtures`).
+        draw: Of the mixtures' pairs; 0 for those that the examples' sums include.
         blocks: The number of every example's block, ``[examples]``; mixtures join examples of one block only.
         images: Whether they are mixtures of images.
         seen: How many examples the model was run on so far, a backward pass counting as two.
@@ -61,7 +62,7 @@ class Runner:
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))
         self.mixtures: tuple[Mixed, ...] = ()
-        self.blocks = blocks_of(self.examples)
+        self.draw, self.blocks = 0, blocks_of(self.examples)
         self.images = False
         self.dense_answers: dict[int, Tensor] = {}
         if not self._independent():
@@ -129,7 +130,7 @@ class Runner:
     @property
     def mixed_only(self) -> bool:
         """Whether mixtures are fitted to in the examples' place, not as well."""
-        return bool(self.mixtures) and mixes_only(self.examples)
+        return bool(self.mixtures) and (self.draw > 0 or mixes_only(self.examples))
 
     @property
     def fitted(self) -> Sequence[int]:
@@ -157,14 +158,16 @@ class Runner:
 
         Args:
             images: Whether to mix images, not texts.
-            draw: As for `blocks_of`; the mixtures of another draw are replaced.
+            draw: As for `blocks_of`; those of another draw are replaced. But for 0 there are two of every example, unless there are many.
         """
-        self.blocks = blocks_of(self.examples, draw)
+        self.draw, self.blocks = draw, blocks_of(self.examples, draw)
+        alone = 1 if mixes_only(self.examples) else 2
         if images:
-            mixtures = mixed_images(self.batches, self.rows, self.blocks)
+            mixtures = mixed_images(self.batches, self.rows, self.blocks, alone if draw else 1)
         else:
             padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
-            mixtures = mixed_texts(self.batches, self.rows, self.blocks, mixtures_of_each(self.examples), padding)
+            times = alone if draw else mixtures_of_each(self.examples)
+            mixtures = mixed_texts(self.batches, self.rows, self.blocks, times, padding)
         device = model_device(self.model)
         self.mixtures = tuple(replace(mixed, inputs=move(mixed.inputs, device)) for mixed in mixtures)
         self.dense_answers = {i: known for i, known in self.dense_answers.items() if i in self.own}

@@ -7,7 +7,7 @@ these, its error on other examples is estimated by cross-fitting (`_Crossed`).
 
 A step is kept if it lowers the mean divergence from the dense model's answers; with few examples, by more than chance
 (`better`). How much of the last one is taken is decided likewise. It is repeated as long as it takes away a tenth of
-the divergence (`_leads_on`), each time with other mixtures of the examples. It is fitted to the choosing examples too, if the
+the divergence (`_leads_on`), each time for other mixtures of the examples. It is fitted to the choosing examples too, if the
 calibration has them, but judged by the same step fitted without them.
 """
 
@@ -151,14 +151,13 @@ def drop_columns(calibration: Calibration, drop: Heads, biases: bool = False) ->
 def summary(calibration: Calibration, weights: RepairWeights, passes: float) -> Repair:
     """The `Repair` that these weights amount to; ``passes`` include the calibration's."""
     runner, new = calibration.runner, weights.by_module
-    mixtures = 0 if runner.images else sum(len(mixed.firsts) for mixed in runner.mixtures)
     biases = tuple(name for name in calibration.new_biases if new.get(name, (None, None))[1] is not None)
     attention = {p.name for p in calibration.projections} | {v.name for v in calibration.values.values()}
     # Of a layer without any head left, queries, keys and values stay.
     moved = [name for name in new if calibration.changes(name, new[name])]
     wide = f"The last step moved {len(moved)} linear layers." if new.keys() - attention else ""
     notes = (*calibration.notes, *filter(None, (wide, weights.note)))
-    counts = runner.examples, mixtures, round(passes)
+    counts = runner.examples, calibration.statistics.mixtures, round(passes)
     return Repair(weights.facts, *counts, biases, notes, weights.answers, weights.trials)
 
 
