@@ -157,7 +157,7 @@ class Calibration:
         return answers, runner.passes - before
 
     def answers_to_mixtures(self, draw: int) -> DenseAnswers | str:
-        """`answers`; or for any ``draw`` but 0, those to mixtures alone, of other pairs for each, if there are any."""
+        """`answers`; or for any ``draw`` but 0, those to mixtures of other pairs, if there are any (of texts, to these alone)."""
         answers, _ = self.answers
         runner = self.runner
         if not draw or isinstance(answers, str) or not runner.mixtures:

@@ -3,8 +3,8 @@
 A mixture is the first half of one text and the second half of another, or an image with a little of another one in it.
 A model was often trained on its calibration examples and overfits them; its answers to mixtures are more like those to
 unseen examples. So of many texts, mixtures are fitted to in their place; of few, both, since more is better there
-(`ENOUGH`). A repeated last step is fitted to mixtures alone, of other pairs each time: what a step has left of the
-errors that it was fitted to says little of others. (Like CutMix, Yun et al. 2019, arXiv:1905.04899, but for texts, and mixup, Zhang et al. 2018,
+(`ENOUGH`). A repeated last step is fitted to mixtures of other pairs each time, of texts to them alone: what a step
+has left of the errors that it was fitted to says little of others. (Like CutMix, Yun et al. 2019, arXiv:1905.04899, but for texts, and mixup, Zhang et al. 2018,
 arXiv:1710.09412; the dense model gives the targets, so no labels are mixed. In our benchmark, the fits of single layers
 gain nothing by images' mixtures, so the last step alone has them; swapping halves of images made repair worse, and a
 language model, not trained on its examples, did not change.)
@@ -102,8 +102,8 @@ def mixed_texts(batches: Sequence[Any], rows: Rows, blocks: Tensor, times: int, 
     return result
 
 
-def mixed_images(batches: Sequence[Any], rows: Rows, blocks: Tensor, times: int) -> list[Mixed]:
-    """Blend every image with a little of each of the next ``times`` in its block; none of many, since they are enough.
+def mixed_images(batches: Sequence[Any], rows: Rows, blocks: Tensor) -> list[Mixed]:
+    """Blend every image with a little of the next one in its block; none of many, since they are enough.
 
     Args:
         batches: Calibration examples, with labels or without.
@@ -111,7 +111,7 @@ def mixed_images(batches: Sequence[Any], rows: Rows, blocks: Tensor, times: int)
         blocks: `blocks_of` the examples.
 
     Returns:
-        Batches on the examples' device, shift by shift, one for each batch; empty if they are not images of one size alone.
+        Batches on the examples' device, one for each batch; empty if they are not images of one size alone.
     """
     inputs = [_unlabelled(batch) for batch in batches]
     images = [image for each in inputs for image in by_path(each).items()]
@@ -129,7 +129,7 @@ def mixed_images(batches: Sequence[Any], rows: Rows, blocks: Tensor, times: int)
 
     return [
         Mixed(blended(firsts, others), torch.tensor(firsts), shift)
-        for shift, firsts, others in _pairs(batches, rows, blocks, times)
+        for shift, firsts, others in _pairs(batches, rows, blocks, 1)
     ]
 
 

@@ -130,7 +130,8 @@ class Runner:
     @property
     def mixed_only(self) -> bool:
         """Whether mixtures are fitted to in the examples' place, not as well."""
-        return bool(self.mixtures) and (self.draw > 0 or mixes_only(self.examples))
+        # An image's mixtures are mostly that image, so the image stays beside them.
+        return bool(self.mixtures) and (mixes_only(self.examples) or (self.draw > 0 and not self.images))
 
     @property
     def fitted(self) -> Sequence[int]:
@@ -158,15 +159,14 @@ class Runner:
 
         Args:
             images: Whether to mix images, not texts.
-            draw: As for `blocks_of`; those of another draw are replaced. But for 0 there are two of every example, unless there are many.
+            draw: As for `blocks_of`; those of another draw are replaced. But for 0 there are two of every text, unless there are many.
         """
         self.draw, self.blocks = draw, blocks_of(self.examples, draw)
-        alone = 1 if mixes_only(self.examples) else 2
         if images:
-            mixtures = mixed_images(self.batches, self.rows, self.blocks, alone if draw else 1)
+            mixtures = mixed_images(self.batches, self.rows, self.blocks)
         else:
             padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
-            times = alone if draw else mixtures_of_each(self.examples)
+            times = 2 if draw and not mixes_only(self.examples) else mixtures_of_each(self.examples)
             mixtures = mixed_texts(self.batches, self.rows, self.blocks, times, padding)
         device = model_device(self.model)
         self.mixtures = tuple(replace(mixed, inputs=move(mixed.inputs, device)) for mixed in mixtures)
