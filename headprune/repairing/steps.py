@@ -7,8 +7,8 @@ these, its error on other examples is estimated by cross-fitting (`_Crossed`).
 
 A step is kept if it lowers the mean divergence from the dense model's answers; with few examples, by more than chance
 (`better`). How much of the last one is taken is decided likewise. It is repeated as long as it takes away a tenth of
-the divergence (`_leads_on`), each time for other mixtures of the examples. It is fitted to the choosing examples too, if the
-calibration has them, but judged by the same step fitted without them.
+the divergence, or a twentieth where there are mixtures of texts, of which each repeat has others (`_leads_on`). It is
+fitted to the choosing examples too, if the calibration has them, but judged by the same step fitted without them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from headprune.uncertainty import p_value, spread
 _LEAST = 4  # examples: two or three may agree by accident
 _ENOUGH = 100  # examples: with so many, every step that lowers the mean is kept
 _AGAIN = 0.9  # of the divergence: after a step that leaves less than this, a further one is tried
+_AGAIN_ON_OTHERS = 0.95  # likewise, where it is fitted to other mixtures, and so learns more
 _NEAR = 1e-6  # nats: nearer, differences are mostly rounding
 NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 ALL_FITTED = "The last step was fitted to the choosing examples too."
@@ -201,7 +202,7 @@ def checked_repair(
             new, fitted, estimated = judge.settled(tried)
             others, last_steps = max(new.others, best.others), best.last_steps + (not step.by_layer)
             best = replace(new, others=others, last_steps=last_steps, on_fold=None, with_part=None, careful=None)
-            if choose is not None and not step.by_layer and _leads_on(trials[-1].before, trials[-1].after):
+            if choose is not None and not step.by_layer and _leads_on(calibration, trials[-1].before, trials[-1].after):
                 ahead.insert(0, step)
         del weights, tried  # and the gradients that their functions hold
     best = drop_columns(calibration, drop) if best is old else best
@@ -226,7 +227,7 @@ def _taken(calibration: Calibration, weights: RepairWeights, judge: _Judge, befo
     part = weights.answers.better_part(float(before.mean()), _mean(whole))
     if _LEAST_PART < part < _MOST_PART:
         tried = min(whole, judge(weights.with_part(part)), key=_mean)
-    if better(before, tried.estimate) and _leads_on(float(before.mean()), _mean(tried)):
+    if better(before, tried.estimate) and _leads_on(calibration, float(before.mean()), _mean(tried)):
         return tried
     if not _mean(whole) <= _GREAT_HARM * float(before.mean()):  # also of NaN
         return _of_best_length(weights, judge, before)
@@ -297,9 +298,11 @@ def best_length(error: Callable[[float], float], before: float) -> float:
     return best
 
 
-def _leads_on(before: float, after: float) -> bool:
+def _leads_on(calibration: Calibration, before: float, after: float) -> bool:
     """Whether to repeat a step towards the answers, from its end: it gained enough to change the slopes."""
-    return _NEAR <= after < _AGAIN * before
+    runner = calibration.runner
+    most = _AGAIN_ON_OTHERS if runner.mixtures and not runner.images else _AGAIN
+    return _NEAR <= after < most * before
 
 
 class Tried(NamedTuple):
