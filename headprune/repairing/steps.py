@@ -7,7 +7,7 @@ these, its error on other examples is estimated by cross-fitting (`_Crossed`).
 
 A step is kept if it lowers the mean divergence from the dense model's answers; with few examples, by more than chance
 (`better`). How much of the last one is taken is decided likewise. It is repeated as long as it takes away a tenth of
-the divergence, or a twentieth where there are mixtures of texts, of which each repeat has others (`_leads_on`). It is
+the divergence (of few texts, a twentieth: `_leads_on`), each time for other mixtures, where there are any. It is
 fitted to the choosing examples too, if the calibration has them, but judged by the same step fitted without them.
 """
 
@@ -31,6 +31,7 @@ from headprune.repairing.examples import NOT_FITTED
 from headprune.repairing.gauss_newton import gauss_newton
 from headprune.repairing.kronecker import natural_gradient
 from headprune.repairing.layers import OUTPUTS, VALUES, refit_outputs, refit_values
+from headprune.repairing.mixtures import mixes_only
 from headprune.repairing.projections import FOLDS
 from headprune.repairing.results import AnswersStep, LeftOut, Repair, RepairWeights, Trial
 from headprune.uncertainty import p_value, spread
@@ -38,7 +39,7 @@ from headprune.uncertainty import p_value, spread
 _LEAST = 4  # examples: two or three may agree by accident
 _ENOUGH = 100  # examples: with so many, every step that lowers the mean is kept
 _AGAIN = 0.9  # of the divergence: after a step that leaves less than this, a further one is tried
-_AGAIN_ON_OTHERS = 0.95  # likewise, where it is fitted to other mixtures, and so learns more
+_AGAIN_OF_FEW = 0.95  # likewise of few texts, of which other mixtures teach more, and cost little
 _NEAR = 1e-6  # nats: nearer, differences are mostly rounding
 NO_GAIN = "No step towards the dense model's answers did better on examples left out, so none was taken."
 ALL_FITTED = "The last step was fitted to the choosing examples too."
@@ -301,8 +302,8 @@ def best_length(error: Callable[[float], float], before: float) -> float:
 def _leads_on(calibration: Calibration, before: float, after: float) -> bool:
     """Whether to repeat a step towards the answers, from its end: it gained enough to change the slopes."""
     runner = calibration.runner
-    most = _AGAIN_ON_OTHERS if runner.mixtures and not runner.images else _AGAIN
-    return _NEAR <= after < most * before
+    few = runner.mixtures and not runner.images and not mixes_only(runner.examples)
+    return _NEAR <= after < (_AGAIN_OF_FEW if few else _AGAIN) * before
 
 
 class Tried(NamedTuple):
