@@ -114,6 +114,11 @@ def test_few_examples_do_no_harm_to_others(trained: Classifier, examples: int, o
     assert gains or examples < 100  # what does better is kept
 
 
+def never_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for least in ("_AGAIN", "_AGAIN_OF_FEW"):
+        monkeypatch.setattr(f"headprune.repairing.steps.{least}", 0)
+
+
 @pytest.mark.parametrize("classes", [2, 3])
 def test_other_examples_decide(trained: Classifier, classes: int) -> None:
     """What a trial says is the divergence there, without the step and with it; a decision costs one pass, or two.
@@ -353,7 +358,7 @@ def moved_by(start: nn.Module, change: Tensor, drop: brute.Drop, example: Any) -
 @pytest.mark.parametrize("kind", [2, 4, "multi_label_classification", 1, "albert", "part of a step", "whole layer"])
 def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the scoring and the choosing examples; it is tried on the latter as if fitted to the former alone."""
-    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
+    never_repeated(monkeypatch)
     monkeypatch.setattr("headprune.repairing.gauss_newton._MOST", 1 << 20)
     if kind == 4:  # little room: coordinates are chosen by the first batch that is seen
         monkeypatch.setattr("headprune.repairing.gauss_newton._MOST_KEPT", 1)
@@ -416,7 +421,7 @@ def test_the_step_is_the_ridge_regression(kind: Any, monkeypatch: pytest.MonkeyP
 
 def test_where_a_step_goes_too_far_a_shorter_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths are searched, of the step itself and of one with the ridge that is best for left-out examples."""
-    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
+    never_repeated(monkeypatch)
     model, batches = brute.classifier(3, rows=(36, 24))
     given: dict[str, Any] = {"mixtures": False, "choose": [text(120, 7, seed=78)]}
     _, best = brute.repaired(model, DROP, *batches, **given)
@@ -473,7 +478,7 @@ def test_without_others_the_step_is_tried_by_cross_fitting() -> None:
 @pytest.mark.parametrize("name", ["vit", "xlnet", "xlnet, square", "six classes", "mixtures"])
 def test_answers_come_nearer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With six classes an answer is looked at along its gap and some other directions only; mixtures stand beside the examples."""
-    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
+    never_repeated(monkeypatch)
     if name in ("vit", "xlnet", "xlnet, square"):
         model, example = brute.model_of(name, 9 if name == "xlnet, square" else 16)
         drop = brute.some_heads(hp.find_attention(model, example))
@@ -521,7 +526,7 @@ def test_a_step_that_went_too_far_is_taken_without_the_choosing_examples(trained
 
 def test_others_add_as_many_rows_at_most_as_the_examples_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """They took gigabytes, where they were many and each had several directions."""
-    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
+    never_repeated(monkeypatch)
     for module in ("examples", "calibration"):
         monkeypatch.setattr(f"headprune.repairing.{module}.MOST_ROWS", 128)
     model, batches = brute.classifier(3)  # of 32 examples, with two directions each
@@ -560,7 +565,7 @@ def test_it_costs_a_pass_and_a_backward_pass_for_every_direction(others: int, mo
 
     Of the choosing examples these take a pass.
     """
-    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
+    never_repeated(monkeypatch)
     monkeypatch.setattr("headprune.repairing.steps._ENOUGH", 1)
     model, batches = brute.classifier(3)  # of 32 examples
     given: dict[str, Any] = {"mixtures": False, "choose": [text(others, 7, seed=9)] if others else None}
@@ -991,7 +996,7 @@ def test_it_is_not_said_that_layers_moved_that_did_not(monkeypatch: pytest.Monke
         error(length)
         return length
 
-    monkeypatch.setattr("headprune.repairing.steps._AGAIN", 0)
+    never_repeated(monkeypatch)
     monkeypatch.setattr("headprune.repairing.steps.best_length", told)
     mended, done = brute.repaired(model, drop, example, values=False)
     assert (done.trials[-1].step, done.trials[-1].kept) == ("answers", True)
