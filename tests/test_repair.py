@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -217,6 +218,55 @@ def test_other_pairs_for_every_repeat_of_the_last_step(size: int) -> None:
         mixed = {own for own in rows if len(own) == 2}
         assert pairs.setdefault(draw, mixed) == mixed
     assert all(pairs[one] != pairs[other] for one, other in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("fails", [1, 3])
+@pytest.mark.parametrize("error", [KeyError, torch.OutOfMemoryError])
+def test_without_an_answer_to_other_pairs_the_first_ones_stay(error: type[Exception], fails: int) -> None:
+    """The model takes some batches, but not all. Memory that ran out is told."""
+    model, batches = brute.classifier(3)
+    found = calibrate(model, hp.find_attention(model, batches[0]), batches[:3], others=batches[3:])
+    known, runs = found.answers[0], [0]
+    before = len(found.runner.mixtures)
+
+    def particular(*_: Any) -> None:
+        runs[0] += 1
+        if runs[0] == fails:
+            raise error("All examples must end alike")
+
+    handle = model.register_forward_pre_hook(particular)
+    with pytest.raises(error) if error is torch.OutOfMemoryError else nullcontext():
+        assert found.answers_to_mixtures(1) is known
+    handle.remove()
+    assert len(found.runner.mixtures) == before
+    assert found.answers_to_mixtures(2) is not known
+
+
+@pytest.mark.parametrize(("count", "enough", "seed", "least"), [(40, 1024, 95, 0.95), (64, 127, 93, 0.9)])
+def test_a_last_step_is_repeated_with_other_mixtures(
+    count: int, enough: int, seed: int, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few texts where it took away a twentieth, of many where it took away a tenth; both times one step lies between."""
+    monkeypatch.setattr(mixtures, "ENOUGH", enough)
+    model, (score,) = brute.classifier(2, rows=(count,))
+    drop = {"bert.encoder.layer.0.attention.self": [0, 1], "bert.encoder.layer.1.attention.self": [2]}
+    seen: set[tuple[int, ...]] = set()
+
+    def spy(module: Any, args: Any, given: dict[str, Tensor]) -> None:
+        if torch.is_grad_enabled():  # as where something is fitted
+            seen.update(map(tuple, tokens_of(given)))
+
+    model.register_forward_pre_hook(spy, with_kwargs=True)
+    _, done = brute.repaired(model, drop, score, choose=[brute.text(110, 7, seed=seed)])
+    steps = [trial.after / trial.before for trial in done.trials if trial.step == "answers"]
+    assert [step < least for step in steps] == [True] * (len(steps) - 1) + [False]
+    assert any(0.9 < step < 0.95 for step in steps)
+    repeated = set(seen)
+    seen.clear()
+    for name in ("_AGAIN", "_AGAIN_OF_FEW"):
+        monkeypatch.setattr(f"headprune.repairing.steps.{name}", 0)
+    brute.repaired(model, drop, score, choose=[brute.text(110, 7, seed=seed)])
+    assert repeated > seen
 
 
 def tokens_of(batch: dict[str, Tensor]) -> list[list[int]]:

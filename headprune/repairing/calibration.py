@@ -105,8 +105,8 @@ class Calibration:
         if not self.repairs:
             return 0.0
         runner = self.runner
-        each = mixtures_of_each(runner.examples)
-        mixtures = mixed_texts(runner.batches, runner.rows, runner.blocks, each, 0) if self.mixes else ()
+        of_each = mixtures_of_each(runner.examples)
+        mixtures = mixed_texts(runner.batches, runner.rows, runner.blocks, of_each, 0) if self.mixes else ()
         times = sum(len(each.firsts) for each in mixtures) / runner.examples
         return bool(self.share) + (3 + self.share) * (times + (not (mixtures and mixes_only(runner.examples))))
 
@@ -168,11 +168,11 @@ class Calibration:
             for each in (runner, *further):
                 each.add_mixtures(runner.images, draw)
             drawn = dense_answers(runner, *further) if runner.mixtures else ""
-            runner.mixtures = runner.mixtures or mixtures
         except Exception as error:  # a model may raise anything about a mixture
             if is_out_of_memory(error):
                 raise
-            return answers
+            drawn = ""
+        runner.mixtures = runner.mixtures or mixtures
         runner.count(sum(each.seen for each in further) - before)
         return answers if isinstance(drawn, str) else drawn
 

@@ -205,10 +205,10 @@ def _some(runner: Runner) -> list[tuple[Runner, int]]:
 
     Of few examples, they beside their mixtures: more answers teach more than more directions of each. Of a later draw, all mixtures.
     """
-    every = [len(runner.own) + i for i, each in enumerate(runner.mixtures) if each.shift == 1 or runner.draw]
-    every = every or list(runner.own)
+    mixtures = [len(runner.own) + i for i, each in enumerate(runner.mixtures) if each.shift == 1 or runner.draw]
+    every = mixtures or runner.own
     count = min(len(every), max(1, MOST_ROWS // max(map(runner.size, every))))
-    beside = runner.own if runner.mixtures and not runner.mixed_only else ()
+    beside = runner.own if mixtures and not runner.mixed_only else ()
     # Evenly spaced, because batches often come sorted by length.
     return [(runner, i) for i in (*beside, *(every[i * len(every) // count] for i in range(count)))]
 

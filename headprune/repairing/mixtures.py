@@ -4,10 +4,12 @@ A mixture is the first half of one text and the second half of another, or an im
 A model was often trained on its calibration examples and overfits them; its answers to mixtures are more like those to
 unseen examples. So of many texts, mixtures are fitted to in their place; of few, both, since more is better there
 (`ENOUGH`). A repeated last step is fitted to mixtures of other pairs each time, of texts to them alone: what a step
-has left of the errors that it was fitted to says little of others. (Like CutMix, Yun et al. 2019, arXiv:1905.04899, but for texts, and mixup, Zhang et al. 2018,
-arXiv:1710.09412; the dense model gives the targets, so no labels are mixed. In our benchmark, the fits of single layers
-gain nothing by images' mixtures, so the last step alone has them; swapping halves of images made repair worse, and a
-language model, not trained on its examples, did not change.)
+has left of the errors that it was fitted to says little of others.
+
+(Like CutMix, Yun et al. 2019, arXiv:1905.04899, but for texts, and mixup, Zhang et al. 2018, arXiv:1710.09412; the
+dense model gives the targets, so no labels are mixed. In our benchmark, the fits of single layers gain nothing by
+images' mixtures, so the last step alone has them; swapping halves of images made repair worse, and a language model,
+not trained on its examples, did not change.)
 """
 
 from __future__ import annotations
@@ -62,9 +64,9 @@ def mixes_only(examples: int) -> bool:
     return 2 * examples > ENOUGH
 
 
-def mixtures_of_each(examples: int) -> int:
-    """How many mixtures are made of each of so many examples."""
-    return 2 if 3 * examples <= ENOUGH else 1
+def mixtures_of_each(examples: int, draw: int = 0) -> int:
+    """How many mixtures are made of each of so many texts; those of the first draw stand beside them, later ones alone."""
+    return 2 if (2 if draw else 3) * examples <= ENOUGH else 1
 
 
 def mixed_texts(batches: Sequence[Any], rows: Rows, blocks: Tensor, times: int, padding: int) -> list[Mixed]:

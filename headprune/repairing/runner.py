@@ -46,7 +46,6 @@ class Runner:
         rows: How examples lie in the batches.
         mixtures: Of the examples (`headprune.repairing.mixtures`).
         draw: Of the mixtures' pairs; 0 for those that the examples' sums include.
-        blocks: The number of every example's block, ``[examples]``; mixtures join examples of one block only.
         images: Whether they are mixtures of images.
         seen: How many examples the model was run on so far, a backward pass counting as two.
         dense_answers: The dense model's `answers_to` batches of `everything`, by number, once they are measured.
@@ -62,7 +61,7 @@ class Runner:
             self.rows = find_rows(model, self.batches, lambda batch: tensors(call(model, inputs_of(model, batch))))
         self.examples = sum(map(self.rows.size, self.batches))
         self.mixtures: tuple[Mixed, ...] = ()
-        self.draw, self.blocks = 0, blocks_of(self.examples)
+        self.draw = 0
         self.images = False
         self.dense_answers: dict[int, Tensor] = {}
         if not self._independent():
@@ -118,6 +117,11 @@ class Runner:
         return sum(map(self.rows.size, self.everything[:index]))
 
     @property
+    def blocks(self) -> Tensor:
+        """The number of every example's block, ``[examples]``; mixtures join examples of one block only."""
+        return blocks_of(self.examples, self.draw)
+
+    @property
     def everything(self) -> list[Any]:
         """All batches: those of examples, then those of mixtures."""
         return [*self.batches, *(mixed.inputs for mixed in self.mixtures)]
@@ -159,14 +163,14 @@ class Runner:
 
         Args:
             images: Whether to mix images, not texts.
-            draw: As for `blocks_of`; those of another draw are replaced. But for 0 there are two of every text, unless there are many.
+            draw: As for `blocks_of`; the mixtures of another draw are replaced.
         """
-        self.draw, self.blocks = draw, blocks_of(self.examples, draw)
+        self.draw = draw
         if images:
             mixtures = mixed_images(self.batches, self.rows, self.blocks)
         else:
             padding = getattr(getattr(self.model, "config", None), "pad_token_id", None) or 0
-            times = 2 if draw and not mixes_only(self.examples) else mixtures_of_each(self.examples)
+            times = mixtures_of_each(self.examples, draw)
             mixtures = mixed_texts(self.batches, self.rows, self.blocks, times, padding)
         device = model_device(self.model)
         self.mixtures = tuple(replace(mixed, inputs=move(mixed.inputs, device)) for mixed in mixtures)
