@@ -26,7 +26,7 @@ from headprune.scoring.base import standard_error
 from headprune.uncertainty import FEW, carried_by
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-SIZES, ROUNDS, EXAMPLES = (8, 20, 50, 200, 1500), (20, 50, 100, 400), (32, 128, 512, 2048)
+SIZES, ROUNDS, EXAMPLES = (8, 20, 50, 200, 1500), (10, 20, 50, 100, 400), (32, 128, 512, 2048)
 Rng = np.random.Generator
 Draw = tuple[float, float, float]
 """An interval's ends, and the truth."""

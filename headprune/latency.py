@@ -32,7 +32,7 @@ from headprune.uncertainty import CONFIDENCE
 
 WARM_UP, MIN_RUNS, MAX_RUNS = 3, 20, 100  # rounds
 MIN_SECONDS = 1.0
-SLOW_RUNS, SLOW_SECONDS = 10, 10.0  # as many rounds are enough once they took so long
+SLOW_RUNS, SLOW_SECONDS = 10, 5.0  # as many rounds are enough once they took so long
 NEW_TOKENS = 16  # for generation
 MIN_ROUNDS = 6  # the fewest whose median has a 95 % interval: all six on one side of it have a probability of 3 %
 
@@ -100,7 +100,7 @@ def benchmark(
             evaluation mode; afterwards each has its former mode.
         example: A dict of tensors (keyword arguments), a tensor, or a tuple (positional arguments). Labels are left out,
             except for encoder-decoders, which need them.
-        min_runs: Minimum number of rounds; by default `MIN_RUNS`, or `SLOW_RUNS` of passes that take about a second or more.
+        min_runs: Minimum number of rounds; by default `MIN_RUNS`, or `SLOW_RUNS` of passes that take about half a second or more.
         min_seconds: Minimum total time of each model; by default `MIN_SECONDS`.
         progress: Called with (inputs done, inputs in all).
 

@@ -154,6 +154,14 @@ def test_slow_passes_are_profiled_less_often() -> None:
     assert runs[0] - runs[1] == 2 * 5 - 3
 
 
+@pytest.mark.parametrize(("milliseconds", "rounds"), [(100.0, 20), (400.0, 13), (600.0, 10)])
+def test_slow_passes_are_timed_less_often(milliseconds: float, rounds: int) -> None:
+    """Twenty rounds, or as many as take five seconds, ten at least."""
+    times = latency.in_turn({"dense": lambda: milliseconds, "pruned": lambda: milliseconds}, None, None)
+    assert {name: len(own) for name, own in times.items()} == {"dense": rounds, "pruned": rounds}
+    assert milliseconds * rounds >= 1000 * latency.seconds_of(milliseconds / 1000) * (1 - 1e-9)
+
+
 def test_large_feed_forward_layers_are_recognised() -> None:
     model = Stack([Block(256, 4, 256)], 256)  # four times the projections' work, by matrix products of the same size
     model.then[0].five = nn.Sequential(*(nn.Linear(256, 256) for _ in range(15)))
