@@ -433,6 +433,17 @@ def work():
 cli.session.run(work)
 """
 
+EARLY = """
+import sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from headprune.cli import main
+main()
+"""
+
 SAYS_SOMETHING = """
 import sys
 from headprune import cli
@@ -454,6 +465,12 @@ def test_a_signal_that_python_drops_is_sent_again() -> None:
     """In a destructor or a weak reference's callback, as torch has many: a fine-tuning went on to its end after Ctrl-C."""
     done = python("-c", LOST)
     assert (done.returncode, done.stdout) == (130, "")
+
+
+def test_ctrl_c_while_the_command_is_loaded() -> None:
+    """In the first third of a second it ended in a traceback."""
+    done = python("-c", EARLY)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
