@@ -29,7 +29,7 @@ from headprune.inputs import (
     widened,
 )
 from headprune.parallel import current
-from headprune.running import quiet
+from headprune.running import quiet, wrapped
 
 KNOWN, DRAWN = ADDED  # the dense model's logits, and labels drawn from them
 IGNORED = -100
@@ -267,6 +267,53 @@ def enough(model: nn.Module, batches: Sequence[Any], most: int = ENOUGH) -> Sequ
     return batches if len(every) <= most else rows.take_evenly(batches, every, most)
 
 
+class DenseRuns:
+    """The dense model's outputs on the same batches time and again.
+
+    Where one layer gives the logits (a language model's output embeddings), what it reads is kept, up to `MOST` bytes of all
+    batches: later it alone runs, and gives the same logits, which would take many times that.
+
+    Args:
+        model: It must be dense whenever it is asked.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._read: dict[int, Tensor] = {}
+
+    def __call__(self, index: int, batch: Any) -> Any:
+        """The model's output on the batch of this number, without gradients; the logits alone, if it `skips` the rest."""
+        last, calls = self._last_layer, list[tuple[tuple[Any, ...], Any]]()
+
+        def seen(name: str, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            calls.append((args, run(*args, **kwargs)))
+            return calls[-1][1]
+
+        with quiet(self.model, attributes=False), torch.no_grad():
+            if last is not None and self.skips(index):
+                return last(self._read[index])
+            with wrapped({} if last is None else {"": last}, seen):
+                output = call(self.model, inputs_of(self.model, batch))
+        if len(calls) == 1 and logits_in(output) is calls[0][1]:
+            read = calls[0][0]
+            if len(read) == 1 and read[0].nbytes + sum(t.nbytes for t in self._read.values()) <= MOST:
+                self._read[index] = read[0]
+        return output
+
+    def skips(self, index: int) -> bool:
+        """Whether the last layer alone will run on the batch of this number."""
+        return index in self._read
+
+    @property
+    def _last_layer(self) -> nn.Module | None:
+        find = getattr(self.model, "get_output_embeddings", None)
+        try:
+            found = find() if callable(find) else None
+        except (AttributeError, NotImplementedError):
+            return None
+        return found if isinstance(found, nn.Module) else None
+
+
 class Fidelity:
     """Divergence from the dense model's answers on some examples.
 
@@ -290,6 +337,7 @@ class Fidelity:
         # Of several ranks, each keeps the answers to its own batches, and compares later answers on these.
         self._ranks = current()
         self._answers: dict[int, Tensor] = {}
+        self._dense = DenseRuns(model)
         self._rounding, self.about = 0.0, ""
         try:
             tasks = [partial(self._keep, i) for i in range(len(self._batches))]
@@ -306,7 +354,7 @@ class Fidelity:
         """Keep the answers to a batch, unless there are too many; returns their bytes, `Divergence.rounding`, and the examples."""
         if sum(answers.nbytes for answers in self._answers.values()) > MOST:
             return 0, 0.0, 0
-        answers = self._answers[index] = logits_of(self._run(self._batches[index]), self._batches[index])
+        answers = self._answers[index] = logits_of(self._dense(index, self._batches[index]), self._batches[index])
         self._divergence.compares_numbers |= self._divergence.are_numbers(answers)
         return answers.nbytes, answers.new_tensor(self._divergence.rounding(answers)).item(), len(answers)
 
@@ -322,7 +370,7 @@ class Fidelity:
         """Divergence of every example in the context that ``changed`` gives: ``[examples]`` in nats, float64; never below 0.
 
         Without logits, the mean squared difference of all numbers of an example's answer. Takes one pass over the
-        examples, and a second one with the dense model if its answers are not kept.
+        examples, and a second one with the dense model if neither its answers nor what its last layer reads are kept.
         """
         tasks = [partial(self._distance, i, changed) for i in range(len(self._batches))]
         return torch.cat(self._ranks.share("divergence", tasks))
@@ -331,7 +379,7 @@ class Fidelity:
         batch = self._batches[index]
         dense: Any = self._answers.get(index)
         if dense is None:
-            dense = self._run(batch)
+            dense = self._dense(index, batch)
         with changed():
             now = self._run(batch)
         try:

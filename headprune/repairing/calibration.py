@@ -143,7 +143,7 @@ class Calibration:
             # As many rows at most as the calibration examples may have.
             rows_of_each = answers.count * math.ceil(answers.examples / runner.examples)
             try:
-                further = self.runner_of_others(MOST_ROWS // rows_of_each)
+                further = self._runner_of_others(MOST_ROWS // rows_of_each)
                 if runner.mixtures:
                     further.add_mixtures(runner.images)
                 both = dense_answers(runner, further)
@@ -176,12 +176,16 @@ class Calibration:
         runner.count(sum(each.seen for each in further) - before)
         return answers if isinstance(drawn, str) else drawn
 
-    def runner_of_others(self, most: int) -> Runner:
-        """The model on `others`, or on about ``most`` of many.
+    @cached_property
+    def runner_of_others(self) -> Runner:
+        """The model on `others`, or on as many of them as there are calibration examples.
 
         Raises:
             Exception: Of any class, where they have another form than the calibration examples.
         """
+        return self._runner_of_others(self.runner.examples)
+
+    def _runner_of_others(self, most: int) -> Runner:
         return Runner(self.model, self.projections, enough(self.model, self.others, max(1, most)))
 
     def losing(self, drop: Heads) -> list[OutputProjection]:

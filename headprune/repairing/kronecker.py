@@ -199,14 +199,15 @@ class _Look:
         if not self.calibration.others:
             return {}, 0
         try:
-            runner = self.calibration.runner_of_others(self.runner.examples)
+            runner = self.calibration.runner_of_others
+            before = runner.seen
             look = _Look(self.calibration, self.drop, self.start, self.places, runner)
             sums, examples = look._sums(look._some(), outputs=False)
         except Exception as error:  # others may have another form, and a model may raise anything about it
             if is_out_of_memory(error):
                 raise
             return {}, 0
-        self.runner.count(runner.passes * runner.examples)
+        self.runner.count(runner.seen - before)
         return sums, examples
 
     def _some(self) -> list[int]:
@@ -223,8 +224,8 @@ class _Look:
         """Add the tokens of a batch to the sums; returns the number of its examples."""
         runner, model = self.runner, self.calibration.model
         batch, size = runner.batches[index], runner.size(index)
-        with torch.no_grad(), runner.deterministic_eval():
-            known = logits_of(runner.run(batch), batch)
+        dense = 0 if runner.dense.skips(index) else size
+        known = logits_of(runner.dense(index, batch), batch)
 
         def sums_of(output: Any) -> list[Tensor]:
             now = logits_of(output, batch)
@@ -238,7 +239,7 @@ class _Look:
 
         with self.calibration.applied(self.start.by_module, self.drop):
             seen = runner.slopes_of(batch, self.places, sums_of)
-        runner.count((6 if outputs else 4) * size)
+        runner.count((5 if outputs else 3) * size + dense)
         for name, calls in seen.items():
             for x, _, (slope, *random) in calls:
                 place, kept = self.places[name]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from headprune.attention import AttentionLayer
 from headprune.batches import cost_of, find_rows, is_out_of_memory, nonempty
-from headprune.divergence import real_tokens
+from headprune.divergence import DenseRuns, real_tokens
 from headprune.errors import HeadPruneError
 from headprune.inputs import call, inputs_of, model_device, move, tensors, usable, widened
 from headprune.parallel import current
@@ -48,6 +48,7 @@ class Runner:
         draw: Of the mixtures' pairs; 0 for those that the examples' sums include.
         images: Whether they are mixtures of images.
         seen: How many examples the model was run on so far, a backward pass counting as two.
+        dense: The dense model's outputs on batches of `everything`, by number, many times.
         dense_answers: The dense model's `answers_to` batches of `everything`, by number, once they are measured.
     """
 
@@ -63,6 +64,7 @@ class Runner:
         self.mixtures: tuple[Mixed, ...] = ()
         self.draw = 0
         self.images = False
+        self.dense = DenseRuns(model)
         self.dense_answers: dict[int, Tensor] = {}
         if not self._independent():
             self.batches = [row for batch in self.batches for row in self.rows.singles(batch)]
