@@ -1,6 +1,8 @@
 """Metrics, intervals and tests against independent computations."""
 
 import math
+from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -343,6 +345,43 @@ def test_answers_too_many_to_keep_are_not_known(monkeypatch: pytest.MonkeyPatch)
     assert Fidelity(model, batches).known
     monkeypatch.setattr(divergence, "MOST", size - 1)
     assert not Fidelity(model, batches).known
+
+
+@pytest.mark.parametrize("kind", ["plain", "capped", "tied"])
+def test_a_language_models_dense_answers_are_known_from_what_its_last_layer_reads(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many to keep: of a head whose output is the logits, only the head runs again; of others, all of the model."""
+    sizes: Any = {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "tie_word_embeddings": kind == "tied",
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "capped":
+        model: Any = tf.Gemma2ForCausalLM(tf.Gemma2Config(**sizes, query_pre_attn_scalar=8))
+    else:
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes))
+    model = model.eval()
+    tokens = torch.randint(1, 300, (6, 9), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": part} for part in tokens.split(3)]
+    monkeypatch.setattr(divergence, "MOST", 6 * 9 * 300 * 4 - 1)
+    runs = Counter[str]()
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: runs.update(["body"]))
+    found = Fidelity(model, batches)
+    assert not found.known
+    assert runs["body"] == 2
+    layers = hp.find_attention(model, batches[0])
+    drop = {layers[0].name: [0, 1], layers[1].name: [2, 3]}
+    before = model(tokens).logits.log_softmax(-1)
+    for _ in range(2):  # the dense model is as it was in between
+        runs.clear()
+        with hp.mask(model, drop, layers=layers):
+            after = model(tokens).logits.log_softmax(-1)
+        expected = (before.exp() * (before - after)).sum(-1).mean(1)
+        runs.clear()
+        each = found.each(partial(hp.mask, model, drop, layers=layers))
+        assert runs["body"] == (4 if kind == "capped" else 2)
+        torch.testing.assert_close(each.float(), expected, rtol=1e-3, atol=1e-7)
 
 
 def test_rounding_is_no_difference() -> None:
