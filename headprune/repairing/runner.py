@@ -48,7 +48,7 @@ class Runner:
         draw: Of the mixtures' pairs; 0 for those that the examples' sums include.
         images: Whether they are mixtures of images.
         seen: How many examples the model was run on so far, a backward pass counting as two.
-        dense: The dense model's outputs on batches of `everything`, by number, many times.
+        dense: The dense model's outputs on any of `batches`, by number, many times.
         dense_answers: The dense model's `answers_to` batches of `everything`, by number, once they are measured.
     """
 
