@@ -75,7 +75,7 @@ class DataOptions:
         from headprune.app.data.reading import check_local
 
         if not self.dataset:
-            hint = "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl."
+            hint = "Name one with -d, for instance: -d stanfordnlp/imdb, or -d data/train.jsonl; or the folder of a run, which knows its own."
             raise HeadPruneError("No dataset was given.", hint)
         check_values(self)
         if self.text_column is not None and self.text_column.count(",") > 1:

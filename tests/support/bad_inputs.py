@@ -121,6 +121,7 @@ TYPED: list[Row] = [
     row("show {bert} -t a -o nowhere/picture.png", "no folder nowhere"),
     # data
     Row(("score", "{bert}", "-d", ""), "No dataset was given"),
+    row("prune reports/no-such-run -k 4", "or the folder of a run, which knows its own"),
     Row(("prune", "{bert}", "-d", "{data}", "-k", "4", "--also", " "), "names no dataset"),
     *rows("no file or folder", "score {bert} -d …", "~/gone gone.csv {bert}/config.txt ./nope /nope/größe"),
     row("score {bert} -d a\0b.jsonl", "no file or folder|cannot be read"),
