@@ -36,7 +36,7 @@ Batch = dict[str, Tensor]
 def model_of(name: str) -> tuple[nn.Module, Batch, list[hp.AttentionLayer]]:
     """In float64; attention as plain products, so that its weights are given."""
     model, example = brute.model_of(
-        name, 5 if "square" in name else 3
+        name, 5 if "square" in name else 8
     )  # square: shapes do not tell which dimension is the batch
     model.set_attn_implementation("eager")  # type: ignore[operator]
     return model, example, hp.find_attention(model, example)
@@ -81,14 +81,17 @@ def attended(calibration: Calibration, example: Batch) -> Attended:
 
 
 def by_regression(
-    calibration: Calibration, example: Batch, drop: Heads, unit: Unit, ridge: float, dense: Attended, now: Attended
+    calibration: Calibration, drop: Heads, unit: Unit, ridge: float, dense: Attended, now: Attended, index: int = 0
 ) -> Tensor:
     """The effect of a unit by another fit without it: to what W_O gives now, from its inputs and what heads could read.
 
-    Weights of what they could read are zero now, and all weights are pulled towards those that there are.
+    Weights of what they could read are zero now, and all weights are pulled towards those that there are. Examples with even
+    numbers are measured by the fit to those with odd ones, and the other way round; one alone, or all by mixtures, by one fit.
 
     Args:
-        dense, now: What the dense model's heads attend to, and the repaired one's.
+        dense: What the dense model's heads attend to in what is fitted to.
+        now: What the repaired model's heads attend to in the examples.
+        index: Of the batch that is fitted to: the examples, or mixtures of them.
     """
     layer = calibration.layers[unit.layer]
     place = next(p for p in calibration.projections if layer in p.layers)
@@ -99,10 +102,10 @@ def by_regression(
     for head, mix in weights.mixes.get(place.name, {}).items():
         own = list(features[head])
         x[..., own] = torch.cat([x[..., own], further[..., head, : len(mix) - len(own)]], dim=-1) @ mix
-    real = example.get("attention_mask", torch.ones(x.shape[1:3])).bool().expand(x.shape[:-1])
-    z = torch.cat([x, further[..., :width].flatten(-2)], dim=-1)[real]
-    token_weights = torch.stack(calibration.runner.recorded_with_weights(0, nullcontext())[2][place.name])[real]
-    share = (token_weights / token_weights.sum())[:, None]
+    parity, batch = torch.arange(x.shape[1]) % 2, calibration.runner.everything[index]
+    real = batch.get("attention_mask", torch.ones(x.shape[1:3])).bool().expand(x.shape[:-1])
+    z = torch.cat([x, further[..., :width].flatten(-2)], dim=-1)
+    token_weights = torch.stack(calibration.runner.recorded_with_weights(index, nullcontext())[2][place.name])
     old = weights.by_module.get(place.name, (place.weight, None))[0]
     old = torch.cat([old, old.new_zeros(layer.num_heads * width, old.shape[1])])
 
@@ -115,36 +118,45 @@ def by_regression(
     if len(place.layers) > 1:  # one W_O for several layers
         both = sorted(set(range(len(old))) - set(columns(list(drop.get(layer.name, [])))))
         rest = sorted(set(both) - set(columns(list(unit.heads))))
-    mean = (share * z).sum(0) if place.has_bias else torch.zeros_like(z[0])
-    strength = ridge * float((share * (z - mean) ** 2).sum(0)[both].mean())
-    pull = torch.eye(len(rest), dtype=z.dtype) * strength**0.5
-    left = torch.cat([share.sqrt() * (z - mean)[:, rest], pull])
-    right = torch.cat([share.sqrt() * ((z - mean)[:, both] @ old[both]), pull @ old[rest]])
-    change = torch.zeros_like(old)
-    change[both] = -old[both]
-    change[rest] += torch.linalg.lstsq(left, right, driver="gelsd").solution
+
+    def fitted(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The change of W_O by a fit to some tokens, and what is subtracted from its inputs."""
+        share = (token_weights[tokens] / token_weights[tokens].sum())[:, None]
+        mean = (share * z[tokens]).sum(0) if place.has_bias else torch.zeros(z.shape[-1], dtype=z.dtype)
+        strength = ridge * float((share * (z[tokens] - mean) ** 2).sum(0)[both].mean())
+        pull = torch.eye(len(rest), dtype=z.dtype) * strength**0.5
+        left = torch.cat([share.sqrt() * (z[tokens] - mean)[:, rest], pull])
+        right = torch.cat([share.sqrt() * ((z[tokens] - mean)[:, both] @ old[both]), pull @ old[rest]])
+        change = torch.zeros_like(old)
+        change[both] = -old[both]
+        change[rest] += torch.linalg.lstsq(left, right, driver="gelsd").solution
+        return change, mean
+
+    apart = len(parity) > 1 and index == 0
+    changes = [fitted(real & (parity != own)[:, None] if apart else real) for own in (0, 1)]
     with calibration.applied(weights.by_module):
         slope = torch.stack([slope for _, slope in calibration.slopes(0)[place.name]])
     x, further = now[place.name]
-    z = torch.cat([x, further[..., :width].flatten(-2)], dim=-1) - mean
-    return ((z @ change) * slope).sum((0, 2, 3))
+    z_now = torch.cat([x, further[..., :width].flatten(-2)], dim=-1)
+    each = torch.stack([(((z_now - mean) @ change) * slope).sum((0, 2, 3)) for change, mean in changes])
+    return torch.where(torch.arange(len(each[0])) % 2 == 0, *each)
 
 
 def check_by_regression(
-    calibration: Calibration, example: Batch, drop: Heads, single: bool = False, ridge: float = 0.05, most: int = 6
+    calibration: Calibration, example: Batch, drop: Heads, single: bool = False, ridge: float = 0.05, index: int = 0
 ) -> Tensor:
-    """Compare some units' effects; returns all."""
+    """Compare some units' effects, by fits to a batch; returns all."""
     model, layers, before = calibration.model, calibration.layers, state(calibration.model)
     units = units_for(layers, drop, single)
     found = effects(calibration, layers, drop, units)
     assert same(model, before)
     assert hooks(model) == 0
     assert found.shape == (len(example[next(iter(example))]), len(units))
-    dense = attended(calibration, example)
+    dense = attended(calibration, calibration.runner.everything[index])
     with calibration.applied(fit_layers(calibration, drop).by_module):
         now = attended(calibration, example)
-    for i in range(0, len(units), 1 + len(units) // most):
-        expected = by_regression(calibration, example, drop, units[i], ridge, dense, now)
+    for i in range(0, len(units), 1 + len(units) // 6):
+        expected = by_regression(calibration, drop, units[i], ridge, dense, now, index)
         torch.testing.assert_close(found[:, i], expected, rtol=1e-6, atol=1e-8)
     return found
 
@@ -161,6 +173,20 @@ def test_effects_are_those_of_the_fit_without_the_unit(name: str, single: bool, 
     drop = {layers[i].name: list(layers[i].units[1]) for i in (0, -1)} if gone else {}
     found = check_by_regression(calibration, example, drop, single)
     assert found.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(("name", "rows", "enough", "index"), [("gpt2", 1, 1024, 0), ("bert", 8, 8, 1)])
+def test_one_example_or_mixtures_of_them_are_fitted_to_as_a_whole(
+    name: str, rows: int, enough: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured is not what is fitted to where that is mixtures alone."""
+    monkeypatch.setattr("headprune.repairing.mixtures.ENOUGH", enough)
+    model, example = brute.model_of(name, rows)
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    layers = hp.find_attention(model, example)
+    calibration = calibrate(model, layers, [example], ridge=0.05, mixtures=index > 0)
+    assert calibration.statistics.mixtures == rows * index
+    check_by_regression(calibration, example, {layers[0].name: [1]}, index=index)
 
 
 def test_a_layer_that_has_lost_nothing_is_judged_with_repair() -> None:

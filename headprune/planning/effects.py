@@ -18,7 +18,8 @@ from headprune.planning.strategies import spread
 from headprune.repairing import Calibration, OutputProjection, RepairWeights, fit_layers
 from headprune.repairing.directions import inputs_of_heads
 from headprune.repairing.examples import probe_of
-from headprune.repairing.projections import Values, centred
+from headprune.repairing.mixtures import mixes_only
+from headprune.repairing.projections import FOLDS, Moments, Values, centred
 from headprune.running import frozen
 from headprune.scoring.gradient import finite
 
@@ -66,6 +67,9 @@ def effects(
     answers; its square is the Fisher information in expectation. So the effect is the gate gradient of Michel et al.
     (2019), but with the removal compensated by the other heads. If a layer's W_O cannot be refitted, it is just that.
 
+    A refit makes up for more on the tokens that it was fitted to than on others, and in some layers more than in others. So
+    each half of the examples is measured by refits to the other half, unless mixtures of them alone are fitted to.
+
     Args:
         calibration: The dense model, and how kept heads are refitted. With an infinite ridge nothing is compensated.
         layers: The layers that `Unit.layer` indexes.
@@ -76,9 +80,11 @@ def effects(
     Raises:
         HeadPruneError: Some effects are not finite.
     """
-    weights = fit_layers(calibration, drop)
-    every = {p.name: _removals(calibration, p, layers, drop, weights, units) for p in calibration.projections}
-    removals = {name: own for name, own in every.items() if own}
+    weights, removals = fit_layers(calibration, drop), dict[str, list[list[_Removal]]]()
+    for p in calibration.projections:
+        halves = [_removals(calibration, p, own, layers, drop, weights, units) for own in _fitted_to(calibration, p)]
+        if all(halves):
+            removals[p.name] = halves
     fitted = {layer.name for projection in calibration.projections for layer in projection.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
 
@@ -88,16 +94,17 @@ def effects(
         out = torch.zeros(size, len(units), dtype=torch.float64)
         if others:
             out[:, others] = _gated(calibration, layers, index, [units[i] for i in others])
-        parts: dict[str, Tensor] = {}
+        parts, fold = dict[str, Tensor](), calibration.runner.fold(index)[:, None]
         for name, calls in calibration.slopes(index).items():
             for x, slope in calls if name in removals else ():
-                removals[name] = [removal.near(x) for removal in removals[name]]
-                seen = torch.cat([_effects(size, removal, x, slope) for removal in removals[name]], 1)
+                removals[name] = [[removal.near(x) for removal in half] for half in removals[name]]
+                each = [torch.cat([_effects(size, one, x, slope) for one in half], 1) for half in removals[name]]
+                seen = torch.where(fold.to(x.device) == 0, each[-1], each[0])  # by the fit to the other half
                 parts[name] = parts[name] + seen if name in parts else seen
         if parts:
-            columns = [[i for removal in removals[name] for i in removal.columns] for name in parts]
-            each = torch.split(gathered(list(parts.values()), dim=1), list(map(len, columns)), dim=1)
-            for own, part in zip(columns, each, strict=True):
+            columns = [[i for removal in removals[name][0] for i in removal.columns] for name in parts]
+            split = torch.split(gathered(list(parts.values()), dim=1), list(map(len, columns)), dim=1)
+            for own, part in zip(columns, split, strict=True):
                 out[:, own] += part
         return out
 
@@ -130,15 +137,25 @@ def _gated(calibration: Calibration, layers: Layers, index: int, units: Sequence
     return -torch.stack(rows).detach()
 
 
+def _fitted_to(calibration: Calibration, projection: OutputProjection) -> list[Moments | None]:
+    """The sums to refit one W_O to: those of each half of the examples, or of all together; None where it is not seen."""
+    statistics, examples = calibration.statistics, calibration.runner.examples
+    moments = statistics.moments.get(projection.name)
+    if moments is None or examples < FOLDS or (statistics.mixtures and mixes_only(examples)):
+        return [moments]
+    return [moments.of_fold(fold) for fold in range(FOLDS)]
+
+
 def _removals(
     calibration: Calibration,
     projection: OutputProjection,
+    moments: Moments | None,
     layers: Layers,
     drop: Heads,
     weights: RepairWeights,
     units: Sequence[Unit],
 ) -> list[_Removal]:
-    """How removing each unit that ends in one W_O changes it; for units of one size each."""
+    """How removing each unit that ends in one W_O changes it, refitted to some sums; for units of one size each."""
     features = {layer.name: layer.output_projection.features for layer in projection.layers if layer.output_projection}
     of_size: dict[int, list[int]] = {}
     for i, unit in enumerate(units):
@@ -148,13 +165,11 @@ def _removals(
         return []
     current = weights.by_module[projection.name][0] if projection.name in weights.by_module else projection.weight.cpu()
     ridge = weights.ridges.get(projection.name, _FIRST_RIDGE if calibration.ridge is None else calibration.ridge)
-    if not calibration.is_seen(projection):
-        ridge = math.inf
     inverse, kept = None, projection.kept(drop)
     mean = torch.zeros(len(kept), dtype=torch.float64)
-    if math.isfinite(ridge):
+    if moments is not None and moments.seen and math.isfinite(ridge):
         mixes = weights.mixes.get(projection.name, {})
-        hessian, mean, kept = _hessian(calibration, projection, drop, mixes, ridge)
+        hessian, mean, kept = _hessian(calibration, projection, moments, drop, mixes, ridge)
         inverse = torch.linalg.inv(hessian)
     at = {int(feature): i for i, feature in enumerate(kept)}
     values = calibration.values.get(projection.name) if inverse is not None else None
@@ -180,18 +195,24 @@ def _removals(
 
 
 def _hessian(
-    calibration: Calibration, projection: OutputProjection, drop: Heads, mixes: Mapping[int, Tensor], ridge: float
+    calibration: Calibration,
+    projection: OutputProjection,
+    moments: Moments,
+    drop: Heads,
+    mixes: Mapping[int, Tensor],
+    ridge: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hessian of the ridge regression on the kept dense inputs, widened by head_dim further directions per head.
 
     Args:
+        moments: The sums to fit to.
         drop: The removed heads.
         mixes: How the heads' new values are made (`headprune.repairing.results.RepairWeights.mixes`).
 
     Returns:
         The matrix ``[inputs, inputs]``, the inputs' subtracted mean ``[inputs]``, and the inputs' indices.
     """
-    moments, values = calibration.statistics.moments[projection.name], calibration.values.get(projection.name)
+    values = calibration.values.get(projection.name)
     if values is None:
         index = projection.kept(drop)
         xx, xy, _ = (sums.sum(0) for sums in moments.rows_of(index))
