@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -330,7 +330,7 @@ class Fidelity:
     Attributes:
         known: Whether the dense model's answers are kept: there are logits, and they are few enough (a language model's are
             not, as a rule).
-        about: What the divergence is, and of how many examples, for reports; if ``known``.
+        about: What the divergence is, and of how many examples, for reports; "" if the model gives no logits.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
@@ -356,24 +356,21 @@ class Fidelity:
     def _keep(self, index: int) -> tuple[int, float, int]:
         """Keep the answers to a batch, unless there are too many; returns their bytes, `Divergence.rounding`, and the examples."""
         if sum(answers.nbytes for answers in self._answers.values()) > MOST:
-            return 0, 0.0, 0
+            return 0, 0.0, apparent_size(self._batches[index])
         answers = self._answers[index] = logits_of(self._dense(index, self._batches[index]), self._batches[index])
         self._divergence.compares_numbers |= self._divergence.are_numbers(answers)
         return answers.nbytes, answers.new_tensor(self._divergence.rounding(answers)).item(), len(answers)
 
-    def divergence(self) -> float:
-        """Mean divergence of the model as it is now over the examples, in nats (`Divergence`)."""
-        return float(self.each(nullcontext).mean())
-
-    def log_divergence(self) -> float:
-        """Logarithm of `divergence`, at least that of rounding errors, so that these never decide between orders."""
-        return math.log(max(self.divergence(), self._rounding))
+    def log_divergence(self, changed: Context) -> float:
+        """Logarithm of the mean of `each`, at least that of rounding errors, so that these never decide between orders."""
+        return math.log(max(float(self.each(changed).mean()), self._rounding))
 
     def each(self, changed: Context) -> Tensor:
         """Divergence of every example in the context that ``changed`` gives: ``[examples]`` in nats, float64; never below 0.
 
-        Without logits, the mean squared difference of all numbers of an example's answer. Takes one pass over the
-        examples, and a second one with the dense model if neither its answers nor what its last layer reads is kept.
+        Outside of it the model must be dense, unless the answers are ``known``. Without logits, the mean squared difference of
+        all numbers of an example's answer. Takes one pass over the examples, and a second one with the dense model if neither
+        its answers nor what its last layer reads is kept.
         """
         tasks = [partial(self._distance, i, changed) for i in range(len(self._batches))]
         return torch.cat(self._ranks.share("divergence", tasks))

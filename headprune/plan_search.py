@@ -18,7 +18,7 @@ from torch import nn
 from headprune.amounts import flops
 from headprune.attention import AttentionLayer, Heads, Layers
 from headprune.budgets import Budget, Fit, SearchOptions, Subject
-from headprune.divergence import Fidelity, enough
+from headprune.divergence import Context, Fidelity, enough
 from headprune.errors import HeadPruneError
 from headprune.evaluation import Change, Measurement, compare, evaluate
 from headprune.gates import mask
@@ -36,7 +36,7 @@ from headprune.store import Store
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """How a plan did on the choosing examples, in nats: divergence from the dense answers, or if not known, the loss.
+    """How a plan did on the choosing examples, in nats: divergence from the dense answers, or if these are no logits, the loss.
 
     A divergence is never below the rounding error of equal answers (`headprune.divergence.Divergence.rounding`).
     """
@@ -151,7 +151,7 @@ class Trials:
     @property
     def judged_by(self) -> str:
         """What `merit` measures, for the report."""
-        return f"the {self._fidelity.about}" if self._fidelity.known else "the loss"
+        return f"the {self._fidelity.about}" if self._fidelity.about else "the loss"
 
     def check_compares(self) -> None:
         """Refuse to compare plans without choosing examples.
@@ -167,7 +167,7 @@ class Trials:
         """How good a plan is; higher is better.
 
         Minus the logarithm of the divergence from the dense model's answers, so that large and small budgets weigh
-        alike; minus the loss, if these answers are not known. -inf for NaN, as `max` may keep NaN.
+        alike; minus the loss, if the model gives no logits. -inf for NaN, as `max` may keep NaN.
 
         Raises:
             HeadPruneError: There are no choosing examples.
@@ -175,17 +175,20 @@ class Trials:
         self.check_compares()
 
         def nearness() -> float:
-            with self.repaired(plan.drop), mask(self.model, plan.drop, layers=self.layers):
-                return -self._fidelity.log_divergence()
+            changed: Context = partial(mask, self.model, plan.drop, layers=self.layers)
+            if self.repair:
+                weights = fit_layers(self.calibration, plan.drop).by_module
+                changed = partial(self.calibration.applied, weights, plan.drop)
+            return -self._fidelity.log_divergence(changed)
 
         name = f"merit {sorted(plan.drop.items())}"
-        merit = self.store.get(name, nearness) if self._fidelity.known else -self.measure(plan.drop).metrics["loss"]
+        merit = self.store.get(name, nearness) if self._fidelity.about else -self.measure(plan.drop).metrics["loss"]
         return -math.inf if math.isnan(merit) else merit
 
     def judge(self, plan: PruningPlan) -> ComparedPlan:
         """The divergence or loss that `merit` measures, in nats."""
         cost = -self.merit(plan)
-        if self._fidelity.known:
+        if self._fidelity.about:
             return ComparedPlan(plan.budget, plan.kept, divergence=math.exp(cost))
         return ComparedPlan(plan.budget, plan.kept, loss=cost)
 

@@ -21,7 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import headprune as hp
+from headprune.divergence import MOST
 from headprune.latency import cache_bytes
+from headprune.repairing import calibrate, fit_layers
 from tests.support import brute
 from tests.support.checks import hooks, same, state
 from tests.support.errors import refuses
@@ -269,6 +271,35 @@ def test_plans_that_are_not_repaired_are_compared_without_a_backward_pass() -> N
     model.bert.encoder.register_forward_hook(lambda module, args, out: type(out)(Forward.apply(out[0])))
     (plan,) = hp.search(model, batches[:1], 5, choose=batches[1:], strategy="one-shot", scores=scores, repair=False)
     assert plan.kept == 5
+
+
+@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize("most", [MOST, 0])
+def test_a_language_models_plan_is_the_nearest_to_the_dense_answers(
+    most: int, repair: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where these are too many to keep; the loss of a few texts would have taken another one."""
+    monkeypatch.setattr("headprune.divergence.MOST", most)
+    model, batches = grouped(4, 2, 2)
+    choose = [labelled(model, text(4, 6, seed=6))]
+    scores = [replace(hp.score(model, batches, "random", seed=seed), method=f"m{seed}") for seed in range(4)]
+    options: dict[str, Any] = {"choose": choose, "strategy": "one-shot", "repair": repair}
+    alone = [hp.search(model, batches, 4, scores=each, **options)[0] for each in scores]
+    (plan,) = hp.search(model, batches, 4, scores=scores, **options)
+    before, nearness, losses = model(**choose[0]).logits.log_softmax(-1).detach(), [], []
+    for own in alone:
+        changed = copy.deepcopy(model)
+        if repair:  # without the last step
+            calibration = calibrate(model, hp.find_attention(model, choose[0]), batches)
+            with calibration.applied(fit_layers(calibration, own.drop).by_module):
+                changed = copy.deepcopy(model)
+        with hp.mask(changed, own.drop, choose[0]):
+            after = changed(**choose[0])
+        each = (before.exp() * (before - after.logits.detach().log_softmax(-1))).sum(-1) * choose[0]["attention_mask"]
+        nearness.append(float((each.sum(1) / choose[0]["attention_mask"].sum(1)).mean()))
+        losses.append(float(after.loss.detach()))
+    assert plan.drop == alone[nearness.index(min(nearness))].drop
+    assert nearness.index(min(nearness)) != losses.index(min(losses))
 
 
 def test_fewer_heads_are_wanted_where_accuracy_is_the_budget() -> None:
