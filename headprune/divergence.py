@@ -324,7 +324,7 @@ class Fidelity:
     often a gain as a loss.
 
     Args:
-        model: The dense model. Its answers are kept, if they are few enough; later changes do not affect them.
+        model: The dense model. Its answers are kept, if they are few enough; later changes do not affect these.
         batches: Never those that results are reported on.
 
     Attributes:
