@@ -80,11 +80,9 @@ def effects(
     Raises:
         HeadPruneError: Some effects are not finite.
     """
-    weights, removals = fit_layers(calibration, drop), dict[str, list[list[_Removal]]]()
-    for p in calibration.projections:
-        halves = [_removals(calibration, p, own, layers, drop, weights, units) for own in _fitted_to(calibration, p)]
-        if all(halves):
-            removals[p.name] = halves
+    weights = fit_layers(calibration, drop)
+    every = {p.name: _of_halves(calibration, p, layers, drop, weights, units) for p in calibration.projections}
+    removals = {name: halves for name, halves in every.items() if all(halves)}
     fitted = {layer.name for projection in calibration.projections for layer in projection.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
 
@@ -137,13 +135,21 @@ def _gated(calibration: Calibration, layers: Layers, index: int, units: Sequence
     return -torch.stack(rows).detach()
 
 
-def _fitted_to(calibration: Calibration, projection: OutputProjection) -> list[Moments | None]:
-    """The sums to refit one W_O to: those of each half of the examples, or of all together; None where it is not seen."""
+def _of_halves(
+    calibration: Calibration,
+    projection: OutputProjection,
+    layers: Layers,
+    drop: Heads,
+    weights: RepairWeights,
+    units: Sequence[Unit],
+) -> list[list[_Removal]]:
+    """`_removals` by refits to each half of the examples, or by one to all together."""
     statistics, examples = calibration.statistics, calibration.runner.examples
     moments = statistics.moments.get(projection.name)
     if moments is None or examples < FOLDS or (statistics.mixtures and mixes_only(examples)):
-        return [moments]
-    return [moments.of_fold(fold) for fold in range(FOLDS)]
+        return [_removals(calibration, projection, moments, layers, drop, weights, units)]
+    halves = (moments.of_fold(fold) for fold in range(FOLDS))
+    return [_removals(calibration, projection, half, layers, drop, weights, units) for half in halves]
 
 
 def _removals(
@@ -173,7 +179,9 @@ def _removals(
         inverse = torch.linalg.inv(hessian)
     at = {int(feature): i for i, feature in enumerate(kept)}
     values = calibration.values.get(projection.name) if inverse is not None else None
-    removals = []
+    # As wide as they will be used, since those of all layers are kept at once.
+    wide = any(weight.dtype == torch.float64 for weight in calibration.model.parameters())
+    kind, removals = torch.float64 if wide else torch.float32, []
     for columns in of_size.values():
         heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
         own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
@@ -190,7 +198,7 @@ def _removals(
                 starts = [len(projection.weight) + h * values.head_dim for _, h in heads[u]]
                 block += [at[start + j] for start in starts for j in range(values.head_dim)]
             left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
-        removals.append(_Removal(kept, mean, left, right, columns))
+        removals.append(_Removal(kept, mean.to(kind), left.to(kind), right.to(kind), columns))
     return removals
 
 
