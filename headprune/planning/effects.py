@@ -179,9 +179,7 @@ def _removals(
         inverse = torch.linalg.inv(hessian)
     at = {int(feature): i for i, feature in enumerate(kept)}
     values = calibration.values.get(projection.name) if inverse is not None else None
-    # As wide as they will be used, since those of all layers are kept at once.
-    wide = any(weight.dtype == torch.float64 for weight in calibration.model.parameters())
-    kind, removals = torch.float64 if wide else torch.float32, []
+    removals = []
     for columns in of_size.values():
         heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
         own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
@@ -198,7 +196,7 @@ def _removals(
                 starts = [len(projection.weight) + h * values.head_dim for _, h in heads[u]]
                 block += [at[start + j] for start in starts for j in range(values.head_dim)]
             left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
-        removals.append(_Removal(kept, mean.to(kind), left.to(kind), right.to(kind), columns))
+        removals.append(_Removal(kept, mean, left, right, columns))
     return removals
 
 
