@@ -270,8 +270,10 @@ def test_all_scores_equal_the_cpus(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [("bert", torch.float16), ("llama", torch.bfloat16)])
-def test_half_precision_on_a_device(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bert", torch.float16), ("llama", torch.bfloat16), ("bert", torch.float64)]
+)
+def test_another_precision_on_a_device(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     case = made(name)
     case.model.to(dtype)
     scores_alike(case, ["gradient", "ablation", "output-norm", "mean-ablation"])

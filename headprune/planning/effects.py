@@ -185,7 +185,7 @@ def _removals(
         own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
         width = max(map(len, own))
         left = mean.new_zeros(len(kept), len(own), width)
-        right = torch.zeros(len(own), width, current.shape[1], dtype=torch.float64)
+        right = mean.new_zeros(len(own), width, current.shape[1])
         for u, these in enumerate(own):
             right[u, : len(these)] = -current[these]
             block = [at[f] for f in these]
@@ -196,7 +196,7 @@ def _removals(
                 starts = [len(projection.weight) + h * values.head_dim for _, h in heads[u]]
                 block += [at[start + j] for start in starts for j in range(values.head_dim)]
             left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
-        removals.append(_Removal(kept, mean, left, right, columns))
+        removals.append(_Removal(kept.to(mean.device), mean, left, right, columns))
     return removals
 
 
