@@ -52,7 +52,7 @@ class Trials:
     """Trials of plans on the choosing examples: heads masked, not removed, the others repaired. Each is measured once.
 
     Attributes:
-        model: The dense model. It changes only while a context of `repaired` lasts.
+        model: The dense model. It changes only while a context of `repaired` lasts, or a plan is measured.
         layers: Its attention layers.
         batches: Examples that repair is fitted to, and that heads are ranked by.
         choose: Other examples, on which plans are compared.

@@ -179,7 +179,9 @@ def _removals(
         inverse = torch.linalg.inv(hessian)
     at = {int(feature): i for i, feature in enumerate(kept)}
     values = calibration.values.get(projection.name) if inverse is not None else None
-    removals = []
+    # As wide as they will be used, since those of all layers are there at once.
+    wide = any(weight.dtype == torch.float64 for weight in calibration.model.parameters())
+    kind, removals = torch.float64 if wide else torch.float32, []
     for columns in of_size.values():
         heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
         own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
@@ -196,7 +198,7 @@ def _removals(
                 starts = [len(projection.weight) + h * values.head_dim for _, h in heads[u]]
                 block += [at[start + j] for start in starts for j in range(values.head_dim)]
             left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
-        removals.append(_Removal(kept.to(mean.device), mean, left, right, columns))
+        removals.append(_Removal(kept.to(mean.device), mean.to(kind), left.to(kind), right.to(kind), columns))
     return removals
 
 
