@@ -1,6 +1,7 @@
 """What the model's answers lose when a unit goes, against regressions without it and finite differences; and what looking costs."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ import headprune as hp
 from headprune.attention import Heads
 from headprune.batches import Rows
 from headprune.planning import Search
-from headprune.planning.effects import _effects, _Removal, effects
+from headprune.planning.effects import _effects, _Removals, effects
 from headprune.planning.order import Unit
 from headprune.planning.search import _in_slices, work_of
 from headprune.planning.strategies import EFFORTS
@@ -369,14 +370,24 @@ def test_batches_and_padding_do_not_matter(name: str, ridge: float | None) -> No
 def test_an_effect_is_summed_over_the_tokens_of_each_example(lead: tuple[int, ...]) -> None:
     """Also where tokens are flattened into rows: those of an example stand together; what is not per example counts for all alike."""
     generator = torch.Generator().manual_seed(1)
-    shapes = ((*lead, 5), (*lead, 6), (4, 2, 3), (2, 3, 6))
-    x, slope, left, right = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    shapes = ((*lead, 5), (*lead, 6), (2, 4, 4), (4, 6))
+    x, slope, left, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     kept, mean = torch.tensor([4, 0, 1, 3]), torch.arange(4.0, dtype=torch.float64)
-    found, alike = (_effects(size, _Removal(kept, mean, left, right, [0, 1]), x, slope) for size in (4, 5))
-    for u in range(2):
-        each = torch.einsum("...d,do,...o->...", x[..., kept] - mean, left[:, u] @ right[u], slope)
-        torch.testing.assert_close(found[:, u], each.reshape(4, -1).sum(1))
-        torch.testing.assert_close(alike[:, u], (each.sum() / 5).expand(5))
+    owners = torch.eye(2, dtype=torch.float64)[[0, 0, 0, 1]]  # units of three features and of one
+    both = _Removals([0, 1], owners, kept, weight, [(mean, left[0]), (-mean, left[1])])
+    one = dataclasses.replace(both, fits=both.fits[:1])
+    for removals in (one, both):
+        found, alike = (_effects(removals, torch.arange(size) % 2, x, slope) for size in (4, 5))
+        for u, features in enumerate(([0, 1, 2], [3])):
+            changes = [-p[:, features] @ weight[features] for _, p in removals.fits]
+            each = [
+                torch.einsum("...d,do,...o->...", x[..., kept] - m, change, slope).reshape(4, -1).sum(1)
+                for (m, _), change in zip(removals.fits, changes, strict=True)
+            ]
+            for i in range(4):  # an example in fold 0 is measured by the refit to fold 1
+                torch.testing.assert_close(found[i, u], each[(i + 1) % 2 if len(each) > 1 else 0][i])
+            for i in range(5):
+                torch.testing.assert_close(alike[i, u], each[(i + 1) % 2 if len(each) > 1 else 0].sum() / 5)
 
 
 def test_slices_are_the_sums_of_their_heads() -> None:

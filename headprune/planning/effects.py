@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from headprune.attention import Heads, Layers
 from headprune.gates import gated
 from headprune.inputs import call, doubled, gathered, inputs_of, tensors
+from headprune.offload import is_offloaded, on_disk
 from headprune.planning.order import Unit
 from headprune.planning.strategies import spread
 from headprune.repairing import Calibration, OutputProjection, RepairWeights, fit_layers
@@ -27,30 +28,31 @@ _FIRST_RIDGE = 0.3  # for layers that have lost no head: cross-validation has no
 
 
 @dataclass(frozen=True)
-class _Removal:
-    """How removing each of some units changes the output of one W_O: for unit u by ``(x - mean) P[:, u] Q[u]``.
+class _Removals:
+    """How removing each of some units changes the output of one W_O: a unit's features f by ``-(x - mean) P[:, f] W[f]``, summed.
 
     Attributes:
-        kept: Indices of the inputs that are not removed yet, ``[in]``.
-        mean: Their mean, ``[in]``.
-        left: P, ``[in, units, width]``.
-        right: Q, ``[units, width, out]``.
         columns: Positions of these units among all units.
+        owners: 1 where a feature is a unit's own, ``[features, units]``, float64.
+        kept: Indices of the inputs that are not removed yet, ``[in]``.
+        weight: W, the features' rows of W_O, ``[features, out]``.
+        fits: The inputs' mean ``[in]`` and P ``[in, features]``: of one refit, or of a refit to each fold of the examples.
     """
 
-    kept: Tensor
-    mean: Tensor
-    left: Tensor
-    right: Tensor
     columns: list[int]
+    owners: Tensor
+    kept: Tensor
+    weight: Tensor
+    fits: list[tuple[Tensor, Tensor]]
 
-    def near(self, x: Tensor) -> _Removal:
+    def near(self, x: Tensor) -> _Removals:
         """A copy on the device of W_O's inputs ``x``, in float64 if they are, else in float32."""
         kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if self.left.device == x.device and self.left.dtype == kind:
+        if self.weight.device == x.device and self.weight.dtype == kind:
             return self
-        mean, left, right = (t.to(x.device, kind) for t in (self.mean, self.left, self.right))
-        return replace(self, kept=self.kept.to(x.device), mean=mean, left=left, right=right)
+        fits = [(mean.to(x.device, kind), left.to(x.device, kind)) for mean, left in self.fits]
+        owners = doubled(self.owners.to(x.device))
+        return _Removals(self.columns, owners, self.kept.to(x.device), self.weight.to(x.device, kind), fits)
 
 
 def effects(
@@ -81,10 +83,11 @@ def effects(
         HeadPruneError: Some effects are not finite.
     """
     weights = fit_layers(calibration, drop)
-    every = {p.name: _of_halves(calibration, p, layers, drop, weights, units) for p in calibration.projections}
-    removals = {name: halves for name, halves in every.items() if all(halves)}
+    every = {p.name: _removals(calibration, p, layers, drop, weights, units) for p in calibration.projections}
+    removals = {name: removal for name, removal in every.items() if removal}
     fitted = {layer.name for projection in calibration.projections for layer in projection.layers}
     others = [i for i, unit in enumerate(units) if layers[unit.layer].name not in fitted]
+    in_files = is_offloaded(calibration.model)
 
     def effects_on_batch(index: int) -> Tensor:
         batch = calibration.runner.batches[index]
@@ -92,15 +95,16 @@ def effects(
         out = torch.zeros(size, len(units), dtype=torch.float64)
         if others:
             out[:, others] = _gated(calibration, layers, index, [units[i] for i in others])
-        parts, fold = dict[str, Tensor](), calibration.runner.fold(index)[:, None]
+        parts, fold = dict[str, Tensor](), calibration.runner.fold(index)
         for name, calls in calibration.slopes(index).items():
             for x, slope in calls if name in removals else ():
-                removals[name] = [[removal.near(x) for removal in half] for half in removals[name]]
-                each = [torch.cat([_effects(size, one, x, slope) for one in half], 1) for half in removals[name]]
-                seen = torch.where(fold.to(x.device) == 0, each[-1], each[0])  # by the fit to the other half
+                near = removals[name].near(x)
+                if not in_files:
+                    removals[name] = near
+                seen = _effects(near, fold, x, slope)
                 parts[name] = parts[name] + seen if name in parts else seen
         if parts:
-            columns = [[i for removal in removals[name][0] for i in removal.columns] for name in parts]
+            columns = [removals[name].columns for name in parts]
             split = torch.split(gathered(list(parts.values()), dim=1), list(map(len, columns)), dim=1)
             for own, part in zip(columns, split, strict=True):
                 out[:, own] += part
@@ -135,71 +139,67 @@ def _gated(calibration: Calibration, layers: Layers, index: int, units: Sequence
     return -torch.stack(rows).detach()
 
 
-def _of_halves(
-    calibration: Calibration,
-    projection: OutputProjection,
-    layers: Layers,
-    drop: Heads,
-    weights: RepairWeights,
-    units: Sequence[Unit],
-) -> list[list[_Removal]]:
-    """`_removals` by refits to each half of the examples, or by one to all together."""
-    statistics, examples = calibration.statistics, calibration.runner.examples
-    moments = statistics.moments.get(projection.name)
-    if moments is None or examples < FOLDS or (statistics.mixtures and mixes_only(examples)):
-        return [_removals(calibration, projection, moments, layers, drop, weights, units)]
-    halves = (moments.of_fold(fold) for fold in range(FOLDS))
-    return [_removals(calibration, projection, half, layers, drop, weights, units) for half in halves]
-
-
 def _removals(
     calibration: Calibration,
     projection: OutputProjection,
-    moments: Moments | None,
     layers: Layers,
     drop: Heads,
     weights: RepairWeights,
     units: Sequence[Unit],
-) -> list[_Removal]:
-    """How removing each unit that ends in one W_O changes it, refitted to some sums; for units of one size each."""
+) -> _Removals | None:
+    """How removing each unit that ends in one W_O changes it; None without such units."""
     features = {layer.name: layer.output_projection.features for layer in projection.layers if layer.output_projection}
-    of_size: dict[int, list[int]] = {}
-    for i, unit in enumerate(units):
-        if layers[unit.layer].name in features:
-            of_size.setdefault(len(unit.heads), []).append(i)
-    if not of_size:
-        return []
-    current = weights.by_module[projection.name][0] if projection.name in weights.by_module else projection.weight.cpu()
-    ridge = weights.ridges.get(projection.name, _FIRST_RIDGE if calibration.ridge is None else calibration.ridge)
-    inverse, kept = None, projection.kept(drop)
-    mean = torch.zeros(len(kept), dtype=torch.float64)
-    if moments is not None and moments.seen and math.isfinite(ridge):
-        mixes = weights.mixes.get(projection.name, {})
-        hessian, mean, kept = _hessian(calibration, projection, moments, drop, mixes, ridge)
-        inverse = torch.linalg.inv(hessian)
-    at = {int(feature): i for i, feature in enumerate(kept)}
-    values = calibration.values.get(projection.name) if inverse is not None else None
-    # As wide as they will be used, since those of all layers are there at once.
+    columns = [i for i, unit in enumerate(units) if layers[unit.layer].name in features]
+    if not columns:
+        return None
+    heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
+    own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
+    rows = [f for these in own for f in these]
+    owners = torch.eye(len(own), dtype=torch.float64)[[u for u, these in enumerate(own) for _ in these]]
+    values, kept, blocks = calibration.values.get(projection.name), projection.kept(drop), own
+    if values is not None:  # what a unit's heads could read along further directions is removed too
+        kept = inputs_of_heads(projection, values, projection.heads(drop), values.head_dim).flatten()
+        starts = [[len(projection.weight) + h * values.head_dim for _, h in unit] for unit in heads]
+        blocks = [
+            [*own[u], *(at + j for at in those for j in range(values.head_dim))] for u, those in enumerate(starts)
+        ]
+    place = {int(feature): i for i, feature in enumerate(kept)}
+    # As wide as they are used, and in files if the model's weights are, since those of all layers are there at once.
     wide = any(weight.dtype == torch.float64 for weight in calibration.model.parameters())
-    kind, removals = torch.float64 if wide else torch.float32, []
-    for columns in of_size.values():
-        heads = [[(layers[units[i].layer].name, h) for h in units[i].heads] for i in columns]
-        own = [[f for name, h in unit for f in features[name][h]] for unit in heads]
-        width = max(map(len, own))
-        left = mean.new_zeros(len(kept), len(own), width)
-        right = mean.new_zeros(len(own), width, current.shape[1])
-        for u, these in enumerate(own):
-            right[u, : len(these)] = -current[these]
-            block = [at[f] for f in these]
-            if inverse is None:  # nothing is compensated: only the unit's own weights become zero
-                left[block, u, range(len(these))] = 1.0
-                continue
-            if values is not None:  # what its heads could read along further directions is removed too
-                starts = [len(projection.weight) + h * values.head_dim for _, h in heads[u]]
-                block += [at[start + j] for start in starts for j in range(values.head_dim)]
-            left[:, u, : len(these)] = (inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]))[:, : len(these)]
-        removals.append(_Removal(kept.to(mean.device), mean.to(kind), left.to(kind), right.to(kind), columns))
-    return removals
+    kind, in_files = torch.float64 if wide else torch.float32, is_offloaded(calibration.model)
+
+    def held(t: Tensor) -> Tensor:
+        return on_disk(*t.shape, dtype=kind).copy_(t) if in_files else t.to(kind)
+
+    fits = []
+    for inverse, mean in _inverses(calibration, projection, drop, weights):
+        if inverse is None:  # nothing is compensated: only the own weights become zero
+            left = torch.zeros(len(kept), len(rows))
+            left[[place[f] for f in rows], range(len(rows))] = 1.0
+        else:
+            at = [[place[f] for f in block] for block in blocks]
+            parts = [inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]) for block in at]
+            left = torch.cat([part[:, : len(these)] for part, these in zip(parts, own, strict=True)], dim=1)
+        fits.append((mean.to(kind), held(left)))
+    current = weights.by_module[projection.name][0] if projection.name in weights.by_module else projection.weight.cpu()
+    return _Removals(columns, owners, kept, held(current[rows]), fits)
+
+
+def _inverses(
+    calibration: Calibration, projection: OutputProjection, drop: Heads, weights: RepairWeights
+) -> Iterator[tuple[Tensor | None, Tensor]]:
+    """The inverse Hessian over the kept inputs, None where nothing is fitted, and their mean: of each fold's examples, or of all."""
+    statistics, examples = calibration.statistics, calibration.runner.examples
+    every = statistics.moments.get(projection.name)
+    whole = examples < FOLDS or (statistics.mixtures and mixes_only(examples))
+    ridge = weights.ridges.get(projection.name, _FIRST_RIDGE if calibration.ridge is None else calibration.ridge)
+    for moments in [every] if every is None or whole else [every.of_fold(fold) for fold in range(FOLDS)]:
+        if moments is None or not moments.seen or not math.isfinite(ridge):
+            yield None, torch.zeros(1, dtype=torch.float64)
+        else:
+            mixes = weights.mixes.get(projection.name, {})
+            hessian, mean = _hessian(calibration, projection, moments, drop, mixes, ridge)
+            yield torch.linalg.inv(hessian), mean
 
 
 def _hessian(
@@ -209,7 +209,7 @@ def _hessian(
     drop: Heads,
     mixes: Mapping[int, Tensor],
     ridge: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Hessian of the ridge regression on the kept dense inputs, widened by head_dim further directions per head.
 
     Args:
@@ -218,24 +218,22 @@ def _hessian(
         mixes: How the heads' new values are made (`headprune.repairing.results.RepairWeights.mixes`).
 
     Returns:
-        The matrix ``[inputs, inputs]``, the inputs' subtracted mean ``[inputs]``, and the inputs' indices.
+        The matrix ``[inputs, inputs]``, and the inputs' subtracted mean ``[inputs]``.
     """
     values = calibration.values.get(projection.name)
     if values is None:
-        index = projection.kept(drop)
-        xx, xy, _ = (sums.sum(0) for sums in moments.rows_of(index))
+        xx, xy, _ = (sums.sum(0) for sums in moments.rows_of(projection.kept(drop)))
     else:
         heads, rank = projection.heads(drop), calibration.statistics.directions.rank(projection.name)
         every = inputs_of_heads(projection, values, heads, rank).flatten()
         xx, xy, _ = (sums.sum(0) for sums in moments.rows_of(every))
-        index = inputs_of_heads(projection, values, heads, values.head_dim).flatten()
         turns = _turns(values, heads, rank, mixes).to(xx.device)
         xx, xy = _turned(turns, _turned(turns, xx).T), _turned(turns, xy)
     a, _, mean, _ = centred(xx, xy, projection.has_bias)
     strength = ridge * float(a.diagonal().mean()) if len(a) else 0.0
     # If no input varies, the matrix would be singular.
     matrix = a + max(strength, 1e-12) * torch.eye(len(a)).to(a)
-    return matrix, mean if projection.has_bias else mean * 0, index
+    return matrix, mean if projection.has_bias else mean * 0
 
 
 def _turns(values: Values, heads: Sequence[int], rank: int, mixes: Mapping[int, Tensor]) -> Tensor:
@@ -254,15 +252,22 @@ def _turned(turns: Tensor, rows: Tensor) -> Tensor:
     return torch.cat([own.flatten(0, 1), rows[-1:]])
 
 
-def _effects(size: int, removal: _Removal, x: Tensor, slope: Tensor) -> Tensor:
-    """Effects ``[examples, units]``, float64, at a call of a W_O: ``x`` [rows, ..., in], ``slope`` [rows, ..., out]."""
-    kind = removal.left.dtype
-    centred = x[..., removal.kept].to(kind) - removal.mean
-    inner = torch.einsum("...d,dus->...us", centred, removal.left)
-    outer = torch.einsum("...o,uso->...us", slope.to(kind), removal.right)
-    each = (inner * outer).sum(-1)  # [rows, ..., units]
-    # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together.
-    if each.shape[0] % size == 0:
-        return doubled(each.reshape(size, -1, each.shape[-1]).sum(1))
-    # Rows that belong to no single example: every example gets an equal share of the sum.
-    return (doubled(each.flatten(0, -2).sum(0)) / size).expand(size, -1)
+def _effects(removals: _Removals, fold: Tensor, x: Tensor, slope: Tensor) -> Tensor:
+    """Effects ``[examples, units]``, float64, at a call of a W_O: ``x`` [rows, ..., in], ``slope`` [rows, ..., out].
+
+    Args:
+        fold: Of every example, ``[examples]``: it is measured by the refit to the other fold, if there is one for each.
+    """
+    size = len(fold)
+    known = x.shape[0] % size == 0
+    # Tokens flattened into rows, or windows cut out of every example: rows of one example stay together. If rows belong
+    # to no single example, every example gets an equal share of the sum.
+    x, slope = (t.reshape(size if known else 1, -1, t.shape[-1]).to(removals.weight) for t in (x, slope))
+    outer = slope @ removals.weight.mT
+    out = outer.new_zeros(size, outer.shape[-1])
+    for i, (mean, left) in enumerate(removals.fits):
+        own = (torch.arange(size) if len(removals.fits) == 1 else (fold != i).nonzero()[:, 0]).to(x.device)
+        rows = own if known else slice(None)
+        found = (((x[rows][..., removals.kept] - mean) @ left) * outer[rows]).sum(1)
+        out[own] = found if known else found / size
+    return -doubled(out) @ removals.owners
