@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -372,8 +372,11 @@ class Fidelity:
         all numbers of an example's answer. Takes one pass over the examples, and a second one with the dense model if neither
         its answers nor what its last layer reads is kept.
         """
-        tasks = [partial(self._distance, i, changed) for i in range(len(self._batches))]
-        return torch.cat(self._ranks.share("divergence", tasks))
+        # Answers that are kept need no dense model: the change is made once, not for every batch.
+        once, of_batch = (changed, nullcontext) if self.known else (nullcontext, changed)
+        with once():
+            tasks = [partial(self._distance, i, of_batch) for i in range(len(self._batches))]
+            return torch.cat(self._ranks.share("divergence", tasks))
 
     def _distance(self, index: int, changed: Context) -> Tensor:
         batch = self._batches[index]
