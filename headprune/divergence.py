@@ -350,7 +350,9 @@ class Fidelity:
             self.about = f"{self._divergence.about}, on {sum(counts):,} examples"
         except HeadPruneError:  # no logits
             self.known = False
-        if not self.known:
+        if self.known:
+            self._dense = DenseRuns(model)  # what it kept is not needed any more
+        else:
             self._answers = {}
 
     def _keep(self, index: int) -> tuple[int, float, int]:

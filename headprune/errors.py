@@ -39,6 +39,10 @@ class ScoresError(HeadPruneError):
     """Existing scores do not fit the request."""
 
 
+class UndefinedError(HeadPruneError):
+    """A model's answers have no such value: its loss on an example is not finite, or a metric is not defined for them."""
+
+
 class Stopped(KeyboardInterrupt):
     """Ctrl-C, or another signal to stop, such as from a batch system or container.
 

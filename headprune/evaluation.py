@@ -18,7 +18,7 @@ from headprune.arguments import listed, together
 from headprune.batches import cost_of, nonempty
 from headprune.conventions import BINARY, LABEL, SAME, SQUARED
 from headprune.divergence import IGNORED
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, UndefinedError
 from headprune.inputs import model_device, move
 from headprune.losses import ExampleLoss, LossFn
 from headprune.metrics import LABELS, LOSSES, NUMBERS, SEVERAL, TAGS, TEXTS, Answers, Jackknife, Metric, metric_of
@@ -208,7 +208,7 @@ def _measurement(outcomes: Sequence[tuple[Any, ...]], losses: ExampleLoss) -> tu
     if not np.isfinite(loss).all():
         bad = int(np.flatnonzero(~np.isfinite(loss))[0])
         message = f"The loss of example {bad} (in the order given) is {loss[bad]}."
-        raise HeadPruneError(message, "Check its label and text, or use --dtype float32.")
+        raise UndefinedError(message, "Check its label and text, or use --dtype float32.")
     if not tokens.any():
         raise HeadPruneError(
             "No example has a label.", f"Labels of {IGNORED}, and places outside of a text, count nowhere."

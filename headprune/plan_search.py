@@ -402,8 +402,12 @@ def _fit_budgets(
     return fits
 
 
-def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, float]:
+def _merit(fits: Sequence[Fit], trials: Trials) -> tuple[float, float, float]:
     """How good an order's plans are on the choosing examples, over all budgets."""
     # For a budget of lost accuracy, fewer heads are better.
     drops = [fit for fit in fits if fit.budget is not None and fit.budget.by_metric]
-    return -sum(fit.plan.kept for fit in drops), sum(trials.merit(fit.plan) for fit in fits)
+    merits = [trials.merit(fit.plan) for fit in fits]
+    finite = [
+        merit for merit in merits if merit > -math.inf
+    ]  # a plan without a merit must not hide how the others differ
+    return -sum(fit.plan.kept for fit in drops), len(finite), sum(finite)

@@ -35,8 +35,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
+from logging import Logger
+from operator import itemgetter
 from pathlib import Path
 from pkgutil import resolve_name
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -88,7 +91,7 @@ class Store:
             parts = f"{count} finished part{'s' * (count > 1)}"
             self._say(f"{name}: continuing with {parts} of an interrupted run (--no-resume starts anew).")
         elif any(path != own for path in self.folder.glob(f"{name}-*")):
-            why = "the model, data, seed, options or versions have changed"
+            why = "the model, data, seed, options, versions or machine have changed"
             self._say(f"{name}: unfinished work in {self.folder} is not used, as {why}.")
         return Store(own, self._say)
 
@@ -193,7 +196,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def digest(*values: Any) -> str:
-    """A short hash of values and their content; for a model, of its weights, config, modules and plain attributes.
+    """A short hash of values and their content; for a model, of its weights and `traits`.
 
     Values that cannot be compared, such as functions, get a different hash each time.
     """
@@ -206,18 +209,61 @@ def digest(*values: Any) -> str:
     return files.digest(parts)
 
 
+_OF_TORCH = {*vars(nn.Module()), "_hf_hook", "_old_forward", "hf_device_map"}  # the last three say where weights are
+
+
 def traits(model: nn.Module) -> list[Any]:
-    """Everything besides its weights that a model's answers depend on: config, module classes, non-persistent buffers, plain attributes."""
-    modules, saved = dict(model.named_modules()), set(model.state_dict())
-    own = {f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()}
-    plain = {k: v for k, v in own.items() if isinstance(v, bool | int | float | str) and not k.endswith(".training")}
+    """Everything besides its weights that a model's answers depend on: config, module classes, non-persistent buffers, own attributes."""
+    modules, saved, seen = dict(model.named_modules()), set(model.state_dict()), dict[int, tuple[int, Any]]()
     config: Any = getattr(model, "config", None)
+    own = {}
+    for name, module in modules.items():
+        left_out = {*_OF_TORCH, "forward", "to", "cuda"} if "_hf_hook" in vars(module) else _OF_TORCH
+        own[name] = {key: _told(value, seen) for key, value in vars(module).items() if key not in left_out}
     return [
-        config.to_dict() if hasattr(config, "to_dict") else None,
+        _told(config.to_dict() if hasattr(config, "to_dict") else None, seen),
         {name: type(module) for name, module in modules.items()},
         {name: buffer for name, buffer in model.named_buffers() if name not in saved},
-        plain,
+        own,
     ]
+
+
+def _told(value: Any, seen: dict[int, tuple[int, Any]]) -> Any:
+    """What an attribute consists of, as values that `_plain` can hold, and alike in every process; functions by name and code.
+
+    Args:
+        seen: By id, the number and the object of what was told already, such as a config that every module has.
+    """
+    if value is None or isinstance(value, bool | int | float | str | Tensor | np.ndarray | np.generic):
+        return value
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if isinstance(value, nn.Module | type | Logger):
+        return name
+    if id(value) in seen:
+        return [name, seen[id(value)][0]]
+    seen[id(value)] = len(seen), value
+
+    if isinstance(value, Mapping):
+        items = sorted(zip(map(str, value), value.values(), strict=True), key=itemgetter(0))
+        return [name, *([key, _told(each, seen)] for key, each in items)]
+    if isinstance(value, set | frozenset):
+        return [name, *sorted(json.dumps(_told(each, seen), default=str) for each in value)]
+    if isinstance(value, list | tuple):
+        return [name, *(_told(each, seen) for each in value)]
+    if isinstance(value, bytes | complex | Path | torch.dtype | torch.device):
+        return repr(value)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        parts: Any = [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
+    elif isinstance(value, CodeType):
+        parts = [value.co_code, value.co_names, value.co_consts]
+    elif isinstance(value, MethodType):
+        parts = [value.__func__, value.__self__]
+    elif isinstance(value, partial):
+        parts = [value.func, value.args, value.keywords]
+    else:
+        parts = value.to_dict() if hasattr(value, "to_dict") else getattr(value, "__dict__", None)
+    return [name, _told(parts, seen)]
 
 
 # -- serialisation of values -------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import headprune as hp
 from headprune.budgets import BUDGETS, Fit, Reading, budget_of
+from headprune.errors import UndefinedError
 from headprune.planning import Order
 
 
@@ -111,6 +112,25 @@ def test_a_larger_drop_never_keeps_more(losses: list[float], one: float, other: 
         assert found.plan.kept == 0 or any(losses[n - 1] > amount for n in looked if n == gone + 1)
         kept.append(found.plan.kept)
     assert kept[0] >= kept[1]
+
+
+def test_a_plan_without_a_value_does_not_hold() -> None:
+    """Answers that are all the same have no rank correlation: no plan with so few heads holds, and those with more still may."""
+    found, looked = fewest([0.0, math.nan, 0.0], 0.1)
+    assert found.plan.kept == 2
+    assert 2 in looked
+
+    def change(plan: hp.PruningPlan) -> hp.Change:
+        if plan.kept < most:
+            raise UndefinedError("spearman is not defined.")
+        return hp.Change("accuracy", 0.0, 0.0, 0.0, 1.0, "")
+
+    subject: Any = SimpleNamespace(change=change)
+    for most in (0, 1, 2):
+        assert budget_of("drop 1%").fit(order_of([1, 1, 1]), subject).plan.kept == most
+    most = 3
+    with pytest.raises(hp.HeadPruneError, match="spearman is not defined"):
+        budget_of("drop 1%").fit(order_of([1, 1, 1]), subject)
 
 
 def test_perplexity_may_rise_by_a_share() -> None:

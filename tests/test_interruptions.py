@@ -222,6 +222,15 @@ def test_other_data_is_never_mixed_in(here: Path) -> None:
     assert document(here / "reports" / "m-1" / "metrics.json")["dense"]["examples"] == 14
 
 
+def test_a_plan_that_was_timed_is_of_its_machine(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search was made anew on another one, and the pruned model and its figures were those of the old plan."""
+    command = [*QUICK[:4], "--target-latency", "99.9%", *QUICK[6:]]
+    stopped(*command, "--no-repair")
+    monkeypatch.setattr("torch.get_num_threads", lambda: 77)
+    assert "versions or machine have changed" in stderr_of(*command, "--no-repair")
+    assert document(here / "reports" / "m-1" / "run.json")["environment"]["threads"] == 77
+
+
 def other_weights(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 

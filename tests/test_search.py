@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import re
 import time
 from collections import Counter
@@ -152,6 +153,23 @@ def test_greedy_takes_what_costs_least() -> None:
         (plan,) = hp.search(model, taught, 5, strategy="greedy", repair=False)
         best = min(heads, key=lambda head: loss([head], taught))
         assert gone(plan) == {(layers[best[0]].name, best[1])}
+
+
+@pytest.mark.parametrize("head", range(3))
+def test_greedy_never_takes_what_has_no_loss(head: int) -> None:
+    """In half precision the answers may overflow without a head; `min` keeps a NaN that comes first."""
+    model, batches = small(heads=3, layers=1)
+    layers = hp.find_attention(model, batches[0])
+    with torch.no_grad(), hp.mask(model, {layers[0].name: [head]}, layers=layers):
+        overflowing = [model(**batch).logits for batch in batches]
+
+    def loss_fn(output: Any, labels: Tensor) -> Tensor:
+        overflows = any(x.shape == output.logits.shape and torch.allclose(x, output.logits) for x in overflowing)
+        return F.cross_entropy(output.logits, labels, reduction="none") * (math.nan if overflows else 1.0)
+
+    pairs = [({k: v for k, v in batch.items() if k != "labels"}, batch["labels"]) for batch in batches]
+    (plan,) = hp.search(model, pairs, 2, strategy="greedy", repair=False, loss_fn=loss_fn)
+    assert gone(plan) != {(layers[0].name, head)}
 
 
 def test_swap_counts_what_has_gone_before() -> None:

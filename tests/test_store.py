@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import transformers as tf
+from torch import Tensor, nn
 
 import headprune as hp
 from headprune.app.runs import Folder, claimed
@@ -212,3 +214,33 @@ def test_another_activation_is_another_model() -> None:
     relu, silu = (nn.Sequential(nn.Linear(2, 2), make()) for make in (nn.ReLU, nn.SiLU))
     silu.load_state_dict(relu.state_dict())
     assert digest(relu) != digest(silu)
+
+
+def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: factor * x
+
+
+class Own:
+    """Of the user; compared by what it holds."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    (torch.relu, torch.sin), (lambda x: x + 1, lambda x: x + 2), (lambda x: x.sin(), lambda x: x.cos()), (scaled(1.0), scaled(2.0)),
+    (partial(torch.add, other=1), partial(torch.add, other=2)), (A, B), ([A], [B]), ((1, 2), (2, 1)), ({"x": A}, {"x": B}),
+    ({1, 2}, {1, 3}), (Own(1), Own(2)), (Own([A]), Own([B])), (b"1", b"2"), (torch.float32, torch.float64),
+    (tf.GenerationConfig(num_beams=1), tf.GenerationConfig(num_beams=2)),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_another_attribute_is_another_model(one: Any, other: Any) -> None:
+    """Scores were taken for those of a model with other functions, plain tensors or settings of generation, if its weights were alike."""
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.load_state_dict(first.state_dict())
+    assert digest(first) == digest(second)
+    first.own, second.own = one, one
+    assert digest(first) == digest(second)
+    second.own = other
+    assert digest(first) != digest(second)
+    first.more, second.more = [one, other, one], [one, other, other]  # which of two comes again
+    assert digest([first]) != digest([second])

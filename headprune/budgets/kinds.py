@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from headprune.budgets.base import Budget, Fit, Limit, PlanCost, Reading, Subject, budget
-from headprune.errors import HeadPruneError
+from headprune.errors import HeadPruneError, UndefinedError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -243,17 +243,21 @@ class Drop(Budget):
         """
         from headprune.metrics import metric_named
 
-        measure, losses = subject.change, dict[int, Reading]()
+        measure, losses, undefined = subject.change, dict[int, Reading](), list[UndefinedError]()
         assert measure is not None
 
         def holds(steps: int) -> bool:
             if steps not in losses:
-                change = measure(order.after(steps))
+                try:
+                    change = measure(order.after(steps))
+                except UndefinedError as error:  # such as the rank correlation of answers that are all the same
+                    undefined.append(error)
+                    return False
                 readings = (change.value, change.low, change.high)
                 if metric_named(change.metric).higher:  # the loss is minus the change
                     readings = (-change.value, -change.high, -change.low)
                 losses[steps] = Reading(*readings)
-            return not losses[steps].high > self.amount
+            return losses[steps].high <= self.amount
 
         held, failed = 0, len(order.steps) + 1
         while failed - held > 1:
@@ -265,7 +269,7 @@ class Drop(Budget):
                     break
                 held = steps
         if held == 0:
-            raise self._out_of_reach(order, losses)
+            raise undefined[0] if undefined and not losses else self._out_of_reach(order, losses)
         return Fit(replace(order.after(held), budget=str(self)), self, losses[held])
 
     def _out_of_reach(self, order: Order, losses: dict[int, Reading]) -> HeadPruneError:

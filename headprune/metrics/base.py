@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from headprune.errors import HeadPruneError, first_line
+from headprune.errors import HeadPruneError, UndefinedError, first_line
 
 LABELS, SEVERAL, TAGS = "a label for each example", "several labels at once", "a label for each token"
 NUMBERS, TEXTS = "numbers", "texts"
@@ -203,11 +203,11 @@ class Metric:
         except (ValueError, ZeroDivisionError):
             return float("nan")
 
-    def _undefined(self, examples: int, why: str) -> HeadPruneError:
+    def _undefined(self, examples: int, why: str) -> UndefinedError:
         hint = "Report on other or more examples (--report-split, --report-limit), or choose another metric."
         if "multi" in why:  # scikit-learn names arguments of its functions
             hint = f"Choose one for several classes, such as {'roc_auc_ovr' if self.ranks else 'f1_macro'}."
-        return HeadPruneError(f"{self.name} is not defined on these {examples:,} examples: {why}.", hint)
+        return UndefinedError(f"{self.name} is not defined on these {examples:,} examples: {why}.", hint)
 
 
 def by_sums(sums: Callable[[Answers], np.ndarray], of: Callable[[np.ndarray], float]) -> dict[str, Any]:

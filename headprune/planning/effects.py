@@ -48,7 +48,7 @@ class _Removals:
     def near(self, x: Tensor) -> _Removals:
         """A copy on the device of W_O's inputs ``x``, in float64 if they are, else in float32."""
         kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if self.weight.device == x.device and self.weight.dtype == kind:
+        if all(t.device == x.device and t.dtype == kind for t in (self.weight, *(left for _, left in self.fits))):
             return self
         fits = [(mean.to(x.device, kind), left.to(x.device, kind)) for mean, left in self.fits]
         owners = doubled(self.owners.to(x.device))
@@ -178,8 +178,10 @@ def _removals(
             left[[place[f] for f in rows], range(len(rows))] = 1.0
         else:
             at = [[place[f] for f in block] for block in blocks]
-            parts = [inverse[:, block] @ torch.linalg.inv(inverse[block][:, block]) for block in at]
-            left = torch.cat([part[:, : len(these)] for part, these in zip(parts, own, strict=True)], dim=1)
+            own_columns = [
+                torch.linalg.inv(inverse[block][:, block])[:, : len(o)] for block, o in zip(at, own, strict=True)
+            ]
+            left = torch.cat([inverse[:, block] @ part for block, part in zip(at, own_columns, strict=True)], dim=1)
         fits.append((mean.to(kind), held(left)))
     current = weights.by_module[projection.name][0] if projection.name in weights.by_module else projection.weight.cpu()
     return _Removals(columns, owners, kept, held(current[rows]), fits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -67,7 +68,8 @@ def greedy(search: Search, levels: Sequence[int]) -> Order:
         runner.count(sum(map(losses.rows.size, examples)))
         with torch.no_grad(), calibration.applied(weights.by_module, drop), runner.deterministic_eval():
             each = torch.cat(runner.share("losses", [partial(losses_of, batch) for batch in examples], examples))
-        return float(each.double().mean())
+        mean = float(each.double().mean())
+        return math.inf if math.isnan(mean) else mean  # `min` may keep NaN
 
     def take_best(state: SearchState, ranked: Sequence[Unit], level: int) -> None:
         while state.kept > level and (able := [unit for unit in ranked if state.fits(unit)]):

@@ -174,7 +174,9 @@ def prune_run(config: search.PruneConfig, folder: runs.RunFolder, console: Conso
     # Second datasets change other results only by training, which leaves out their examples.
     also = [part.content_hash for part in scene.parts.also] if config.finetune else []
     asked = [config.search, config.plan, config.plan_file, config.finetune]
-    facts = [asked, [s.method for s in scene.candidates], [s.to_json() for s in scene.scores], *also]
+    # A plan for a timed budget, and so all that follows from it, is of the machine that it was timed on.
+    where = [scene.environment] if any(budget.timed for budget in config.search.budgets) else []
+    facts = [asked, [s.method for s in scene.candidates], [s.to_json() for s in scene.scores], *also, *where]
     scene = replace(scene, store=store_of(folder, "prune", scene, *facts))
     content, store = scene.content, scene.store
     if scene.measures.further:  # one that is not defined here must not stop the run in its last minute
@@ -273,8 +275,9 @@ def store_of(folder: runs.RunFolder, name: str, scene: Scene, *facts: Any) -> St
     del loading["trust_remote_code"], options["data"]["also"], options["methods"]  # these change no result here
     del loading["device_map"], loading["device_memory"]  # nor does where weights are kept
     parts = [digest(*part.batches(), part.rows) for part in (scene.parts.score, scene.parts.choose, scene.parts.report)]
-    device = model_device(scene.model).type
-    return folder.store(scene.console.say).keyed(name, versions(), device, options, parts, list(facts), scene.model)
+    processor = processor_hash(scene.loaded.processor)  # generated answers are made into texts by it
+    about = [versions(), model_device(scene.model).type, options, parts, processor, list(facts)]
+    return folder.store(scene.console.say).keyed(name, about, scene.model)
 
 
 def publish(folder: runs.RunFolder, content: runs.RunFolder) -> None:

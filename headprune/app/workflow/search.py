@@ -20,7 +20,7 @@ from headprune.app.runs import RunFolder
 from headprune.app.workflow.scene import Scene, budget_input
 from headprune.attention import Heads
 from headprune.budgets import Budget, Fit, SearchOptions, Subject
-from headprune.errors import HeadPruneError, ScoresError
+from headprune.errors import HeadPruneError, ScoresError, UndefinedError
 from headprune.evaluation import Measurement, interval, measurable
 from headprune.fingerprint import fingerprint, versions
 from headprune.gates import mask
@@ -232,7 +232,7 @@ RANDOM_DRAWS = 3
 
 
 def search_or_plan(scene: PruneScene) -> SearchResult:
-    """For every budget a plan that meets it; or the user's plan. If budgets are timed, a search on another machine is a new one.
+    """For every budget a plan that meets it; or the user's plan.
 
     Raises:
         HeadPruneError: A budget that no order can meet; a plan that does not fit the model.
@@ -250,8 +250,7 @@ def search_or_plan(scene: PruneScene) -> SearchResult:
         fits = {fit.plan.asked: fit for fit in result.fits}  # "50%" and "36" may be the same
         return replace(result, fits=tuple(fits.values()))
 
-    timed = any(budget.timed for budget in config.search.budgets)
-    return scene.store.get(f"search {scene.environment}" if timed else "search", find)
+    return scene.store.get("search", find)
 
 
 def known_orders(scene: PruneScene) -> Orders | None:
@@ -314,7 +313,13 @@ def trade_off(scene: PruneScene, result: SearchResult) -> list[Point]:
     curve = []
     with scene.console.track("trade-off on the choosing part") as progress:
         for name, plan in tracked(jobs, progress):
-            measured = trials.measure(plan.drop)
+            try:
+                measured = trials.measure(plan.drop)
+            except UndefinedError as error:
+                if not plan.drop:
+                    raise
+                scene.console.say(f"With {plan.kept} heads the trade-off has no point: {error.args[0]}")
+                continue
             low, high = interval(measured, trials.metric)
             value, loss = measured.metrics[trials.metric], measured.metrics["loss"]
             point = Point(method=name, kept=plan.kept, asked=plan.asked, value=value, low=low, high=high, loss=loss)
