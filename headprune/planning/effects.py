@@ -99,8 +99,7 @@ def effects(
         for name, calls in calibration.slopes(index).items():
             for x, slope in calls if name in removals else ():
                 near = removals[name].near(x)
-                if not in_files:
-                    removals[name] = near
+                removals[name] = removals[name] if in_files else near
                 seen = _effects(near, fold, x, slope)
                 parts[name] = parts[name] + seen if name in parts else seen
         if parts:
