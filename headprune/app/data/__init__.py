@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headprune.app.data.encoder import Encoder, OnDemand, content_hash
-from headprune.app.data.encodings import encoding_of
+from headprune.app.data.encodings import encoding_of, settle_padding
 from headprune.app.data.reading import place, read_splits
 from headprune.app.models import LoadedModel
 from headprune.app.options import DataOptions
@@ -328,6 +328,9 @@ def _encode(
     elif not all("labels" in feature for feature in features):  # labels are optional, and some are missing: use none
         for feature in features:
             feature.pop("labels", None)
+    if not encoder.settled:
+        encoder.notes += filter(None, [settle_padding(encoder, [] if on_demand else features)])
+        encoder.settled = True
     part = Part(
         name, split, kept, examples, encoder.collate, encoder.options.batch_size, tuple(inputs), shortened, dict(left_out),
         dict(encoder.columns), lambda example: data[kept[example]],

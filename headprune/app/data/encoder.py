@@ -77,6 +77,7 @@ class Encoder:
                 self.columns[what] = column
         self.label = next((self.columns[what] for what in OPTIONAL if what in self.columns), None)
         self.shifted = False  # whether labels are the next tokens
+        self.settled = False  # whether the side of padding is known to be right
         self.cut = False
         self.notes = list(filter(None, [encoding.prepare(self)]))
         self.read(features)

@@ -5,7 +5,8 @@ A new task is a line in `ENCODINGS`, beside its entry in `headprune.app.options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from headprune.batches import Rows
 from headprune.conventions import SAME, find_label_use
 from headprune.divergence import IGNORED, gives_several, logits_in, regresses
 from headprune.errors import HeadPruneError, first_line
-from headprune.inputs import call, model_device
+from headprune.inputs import call, inputs_of, model_device, move, tensors
 from headprune.running import quiet
 
 # Usual column names, the clearest first; a comma joins the two columns of a pair of texts.
@@ -37,6 +38,54 @@ TARGETS = ("highlights", "summary", "target", "output", "answer", "label", "labe
 IMAGES = ("image", "img", "pixel_values", "picture")
 SOUNDS = ("audio", "speech", "sound")
 TRANSCRIPTS = ("text", "sentence", "transcription", "transcript", "normalized_text")
+
+
+# -- padding ---------------------------------------------------------------------------------------------
+
+
+def settle_padding(encoder: Encoder, features: Sequence[Feature]) -> str:
+    """Pad texts on a side where no answer depends on it: the tokenizer's own, if it can be; a note if it is not that.
+
+    On the left, padding moves all tokens where positions are counted from a batch's start; on the right, a model that reads
+    its answer off the last place finds padding there.
+    """
+    padded = [each for each in features if "input_ids" in each and "attention_mask" in each]
+    texts = sorted(padded, key=lambda each: len(each["input_ids"]))
+    if not texts or len(texts[0]["input_ids"]) == len(texts[-1]["input_ids"]):
+        return ""
+    own = encoder.processor.padding_side
+    fixed = encoder.encoding.prepare in (prepare_question, prepare_causal)
+    for side in [own] if fixed else [own, "left" if own == "right" else "right"]:
+        encoder.processor.padding_side = side
+        if _answers_alike(encoder, texts[0], texts[-1]):
+            moved = f"Texts are padded on the {side}: on the {own}, as the tokenizer does it, an answer depends on the padding."
+            return "" if side == own else moved
+    encoder.processor.padding_side = own
+    return (
+        "A text's answer depends on how far it is padded, or on the other texts of its batch, so all figures depend on "
+        "--batch-size; with --batch-size 1 they are those of each text alone."
+    )
+
+
+def _answers_alike(encoder: Encoder, short: Feature, long: Feature) -> bool:
+    """Whether a text gets the same answer alone as beside a longer one; True where that cannot be told."""
+    model, answers = encoder.model, list[Tensor]()
+    with suppress(Exception), quiet(model), torch.no_grad():  # a model that does not run says so later, and where
+        for features in ([short], [short, long]):
+            batch = move(encoder.collate(features), model_device(model))
+            output, mask = call(model, inputs_of(model, batch)), batch["attention_mask"][0].bool()
+            logits = logits_in(output)
+            answer = tensors(output)[0][0] if logits is None else logits[0]
+            by_token = answer.ndim > 1 or encoder.encoding.prepare is prepare_question
+            if by_token and encoder.encoding.labels != "right":
+                answer = answer[mask]
+            answers.append(
+                answer if not answers else answer[: len(answers[0])]
+            )  # what is written is padded on the right
+        alone, beside = answers
+        rounding = 1e-3 if alone.dtype in (torch.float32, torch.float64) else 0.1
+        return bool((alone - beside).abs().max() <= rounding * alone.abs().max())
+    return True
 
 
 # -- texts ----------------------------------------------------------------------------------------------
