@@ -27,7 +27,7 @@ from headprune.inputs import (
     without_labels,
     writes,
 )
-from headprune.running import Progress, evaluating, exact_attention, frozen, no_progress, quiet, tracked
+from headprune.running import Progress, config_kept, evaluating, exact_attention, frozen, no_progress, quiet, tracked
 from headprune.uncertainty import CONFIDENCE
 
 WARM_UP, MIN_RUNS, MAX_RUNS = 3, 20, 100  # rounds
@@ -222,12 +222,17 @@ def flops(model: nn.Module, example: Example) -> int:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    # The counter does not know the CPU's fused attention, nor nn.TransformerEncoder's fused layer, so plain operations with
-    # the same products replace them.
+    # The counter does not know the CPU's fused attention, nn.TransformerEncoder's fused layer, nor the product of all experts
+    # at once (transformers' grouped_mm), so plain operations with the same products replace them.
     plain, counter = sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False)
-    # Frozen, since the counter asks for the autograd node of views of parameters that require gradients.
-    with quiet(model), frozen(model), torch.no_grad(), plain, counter:
-        call(model, move(example, model_device(model)))
+    with config_kept(model):
+        for module in model.modules():
+            fused = getattr(getattr(module, "config", None), "_experts_implementation", None) == "grouped_mm"
+            if fused and callable(change := getattr(module, "set_experts_implementation", None)):
+                change("eager")
+        # Frozen, since the counter asks for the autograd node of views of parameters that require gradients.
+        with quiet(model), frozen(model), torch.no_grad(), plain, counter:
+            call(model, move(example, model_device(model)))
     return int(counter.get_total_flops())
 
 

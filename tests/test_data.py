@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 import headprune as hp
@@ -694,6 +695,20 @@ def test_figures_do_not_depend_on_the_batch(kind: str, task: str, side: str, mov
     assert together == pytest.approx(alone, rel=1e-5)
     assert any("Texts are padded on the" in note for note in parts.notes) == moved
     assert coder.padding_side == side  # what is saved pads as before
+
+
+def test_a_decoder_is_one_whatever_the_shortest_texts_are(tmp_path: Path) -> None:
+    """Of a single token it cannot be told: a GPT was called an encoder, and a budget for its cache was refused."""
+    config = tf.GPT2Config(vocab_size=len(tokenizer()), n_layer=1, n_head=2, n_embd=16, pad_token_id=0, num_labels=2)
+    coder = tokenizer()
+    coder.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
+    draw = random.Random(0)
+    rows: Any = [{"text": " ".join(draw.choices(WORDS, k=1 + i % 8)), "label": i % 2} for i in range(99)]
+    model = randomise(tf.GPT2ForSequenceClassification(config))
+    parts = parts_of_rows(loaded_as(model, coder=coder), rows, tmp_path)
+    assert 1 in parts.score.lengths()
+    (layer,) = hp.find_attention(model, parts.score.short(2))
+    assert layer.kind == "decoder"
 
 
 def test_what_depends_on_the_batch_says_so(tmp_path: Path) -> None:

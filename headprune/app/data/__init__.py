@@ -93,6 +93,12 @@ class Part:
         for start in range(0, len(order), size):
             yield self.collate([self.features[i] for i in order[start : start + size]])
 
+    def short(self, count: int) -> dict[str, Tensor]:
+        """A batch of the shortest examples of four tokens or more: one token does not tell whether a model looks ahead."""
+        order, lengths = self.order(), self.lengths()
+        enough = [i for i in order if lengths[i] >= min(4, lengths[order[-1]])]
+        return self.collate([self.features[i] for i in (enough if len(enough) >= count else order[-count:])[:count]])
+
     def typical(self, count: int) -> dict[str, Tensor]:
         """A batch of the ``count`` examples whose length is nearest to the median."""
         order = self.order()

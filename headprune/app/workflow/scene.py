@@ -143,7 +143,7 @@ class Scene:
     @property
     def example(self) -> dict[str, Any]:
         """Two short examples of different length, for the trace and the proof."""
-        return next(self.parts.score.batches(2))
+        return self.parts.score.short(2)
 
     @property
     def measures(self) -> Measures:
@@ -263,9 +263,7 @@ def open_scene(options: Options, console: Console, *, labelled: bool | None = Tr
     current().agree("a model", lambda: fingerprint(loaded.model))
     current().agree("examples", lambda: [part.content_hash for part in (parts.score, parts.choose, parts.report)])
     environment = current().first("environment", lambda: _environment(loaded.model))
-    return Scene(
-        options, loaded, parts, find_attention(loaded.model, next(parts.score.batches(2))), console, environment
-    )
+    return Scene(options, loaded, parts, find_attention(loaded.model, parts.score.short(2)), console, environment)
 
 
 def _environment(model: nn.Module) -> Environment:
