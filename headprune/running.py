@@ -211,10 +211,11 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     # A model may register hooks on its first run (transformers' `capture_outputs`), and record that in an attribute. Both are
     # restored, or a later run would register the hooks again.
     hooks = [value for name, value in every if "_hooks" in name and isinstance(value, dict)]
-    # In TorchScript modules, `_buffers` is no dict.
+    # In TorchScript modules, `_buffers` and `_modules` are no dicts. BigBird puts other modules in place of its own.
     buffers = [module._buffers for module in modules if isinstance(module._buffers, dict)]
+    children = [module._modules for module in modules if isinstance(module._modules, dict)]
     copies: dict[int, Tensor] = {}
-    with restoring_dicts((*map(vars, modules), *caches, *buffers, *hooks)), ExitStack() as stack:
+    with restoring_dicts((*map(vars, modules), *caches, *buffers, *children, *hooks)), ExitStack() as stack:
         for _, value in every:
             if type(value) is list:
                 stack.callback(value.__setitem__, slice(None), list(value))

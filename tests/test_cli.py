@@ -13,7 +13,8 @@ import transformers as tf
 import headprune as hp
 from tests.support.commands import PRUNE, metrics_of, python, run, stderr_of
 from tests.support.documents import opened
-from tests.support.folders import sentences, tokenizer
+from tests.support.folders import common, sentences, tokenizer
+from tests.support.zoo import randomise
 
 pytestmark = pytest.mark.usefixtures("brief")
 ROOT = Path(__file__).parent.parent
@@ -142,6 +143,30 @@ def test_a_model_of_images_that_names_no_size(here: Path) -> None:
     tf.SegformerForImageClassification(tf.SegformerConfig(**sizes)).save_pretrained(here / "segformer")
     layers = json.loads(run("inspect", here / "segformer", "--json", "-q").stdout)["layers"]
     assert [layer["num_heads"] for layer in layers] == [1, 1, 2, 4]
+
+
+def test_a_model_that_does_not_run_without_heads_is_refused_at_once(here: Path, data_folder: Path) -> None:
+    """Longformer takes the width of all heads for that of its input where a token sees all; it was said when all was scored and searched."""
+    config = tf.LongformerConfig(**common(attention_window=4))
+    randomise(tf.LongformerForSequenceClassification(config)).save_pretrained(here / "long")
+    tokenizer().save_pretrained(here / "long")
+    error = stderr_of("prune", "long", "-d", data_folder, "-k", 2, "-L", 10, code=1)
+    assert "8 heads have to stay" in error
+    assert "the pruned model does not run" in error
+    assert "scoring by" not in error
+
+
+def test_a_model_that_changes_its_own_modules(here: Path, data_folder: Path) -> None:
+    """BigBird turns to full attention at its first short text; a longer one then failed, and so did the saved model."""
+    config = tf.BigBirdConfig(**common(block_size=1, num_random_blocks=1, num_labels=2))
+    randomise(tf.BigBirdForSequenceClassification(config)).save_pretrained(here / "big")
+    tokenizer().save_pretrained(here / "big")
+    options = ("-d", data_folder, "-L", 20, "-b", 1)
+    run("prune", "big", *options, "-k", 2, "-o", "run", "-q")
+    assert json.loads((here / "run" / "pruned-2" / "config.json").read_text())["attention_type"] == "original_full"
+    (table,) = json.loads(run("evaluate", "run/pruned-2", *options, "--json").stdout)["tables"]
+    told = metrics_of(here / "run")["budgets"][0]["pruned"]["metrics"]
+    assert {row["metric"]: row["value"] for row in table["values"]}["loss"] == pytest.approx(told["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("status", "says"), [(None, "interrupted."), (130, "interrupted."), (143, "terminated."), (129, "terminated.")])  # fmt: skip

@@ -252,6 +252,11 @@ def _write_config(model: Any, folder: Path, cls: type, dtype: torch.dtype, struc
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return None
     config: Any = copy.deepcopy(model.config)
+    for module in (
+        model.modules()
+    ):  # BigBird turns to full attention at its first short text, for good, and its config never learns
+        if isinstance(turned := vars(module).get("attention_type"), str) and hasattr(config, "attention_type"):
+            config.attention_type = turned
     config.architectures, config.dtype = [cls.__name__], dtype
     if structure and is_stock(cls):
         config.headprune, classes = structure, remote_code.auto_classes(cls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -22,11 +23,11 @@ from headprune.plans import PruningPlan
 from headprune.pruned import add_record, record_of, structure_of
 from headprune.running import evaluating, forget_compiled, full_precision, uncompiled
 from headprune.surgery.evidence import inputs_for
-from headprune.surgery.proof import Proof, answers, prove
+from headprune.surgery.proof import DOES_NOT_RUN, Proof, answers, prove
 from headprune.surgery.removal import Removal, check_present, cut
 from headprune.trace import example_for
 
-__all__ = ["Proof", "Removal", "answers", "mask", "prune", "remove"]
+__all__ = ["Proof", "Removal", "answers", "mask", "prune", "remove", "tried"]
 
 
 @contextmanager
@@ -100,6 +101,26 @@ def prune(
         module.training = modes.setdefault(name, modes[name.rpartition(".")[0]])
     input_specs.record(model, example)
     return proof
+
+
+def tried(model: nn.Module, layers: Sequence[AttentionLayer], example: Example) -> list[AttentionLayer]:
+    """The layers, with ``prunable=False`` where the model does not run without a head of them; the model is unchanged.
+
+    `prune` finds that too, but only when all is scored and searched. Layers whose heads are masked alone are not tried.
+    """
+
+    def failure(those: Sequence[AttentionLayer]) -> str:
+        drop = {layer.name: list(layer.units[0]) for layer in those}
+        _, _, why = prove(model, those, drop, inputs, layers, keep=False)
+        return why if why.startswith(DOES_NOT_RUN) else ""  # what else there is, `prune` decides with all its means
+
+    able = [layer for layer in layers if layer.prunable and len(layer.units) > 1]
+    with torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), torch.no_grad():
+        inputs = inputs_for(model, usable(move(example, model_device(model))))
+        if not able or not failure(able):
+            return list(layers)
+        reasons = {layer.name: failure([layer]) for layer in able}
+    return [replace(a, prunable=False, reason=reasons[a.name]) if reasons.get(a.name) else a for a in layers]
 
 
 def remove(model: nn.Module, removal: Removal) -> None:

@@ -77,6 +77,7 @@ class Reference:
 
 
 Inputs = Sequence[Sequence[Example]]
+DOES_NOT_RUN = "the pruned model does not run"
 
 
 def references(model: nn.Module, inputs: Inputs, drop: Heads, layers: Layers) -> list[Reference]:
@@ -253,7 +254,7 @@ def _compare(
             if why := differing(seen, each.seen, min(times * tolerance, COARSEST)):
                 return worst, why
     except Exception as error:
-        return worst, f"the pruned model does not run ({type(error).__name__}: {first_line(error)})"
+        return worst, f"{DOES_NOT_RUN} ({type(error).__name__}: {first_line(error)})"
     return worst, differ.format(worst) if worst > tolerance else ""
 
 

@@ -25,11 +25,13 @@ from headprune.errors import HeadPruneError, first_line, is_of_the_disk
 from headprune.exporting import format_named
 from headprune.fingerprint import config_hash, fingerprint, processor_hash, versions
 from headprune.inputs import model_device
+from headprune.offload import is_offloaded
 from headprune.parallel import current
 from headprune.plan_search import SearchResult
 from headprune.pruned import ghosts
 from headprune.scoring import HeadScores, Settings, method_and_settings, save_scores, score
 from headprune.store import Store, digest
+from headprune.surgery import tried
 
 
 def score_run(options: Options, folder: runs.RunFolder, console: Console) -> list[HeadScores]:
@@ -146,6 +148,8 @@ def open_to_prune(config: search.PruneConfig, console: Console) -> search.PruneS
     opened = replace(opened, parts=load_also(config.options.data, opened.loaded, opened.parts))
     for part in opened.parts.also:
         console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
+    if not is_offloaded(opened.model):  # it would be loaded for every pass
+        opened = replace(opened, layers=tried(opened.model, opened.layers, opened.parts.score.short(2)))
     if half := opened.loaded.stored:
         console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
     scene = search.PruneScene(**vars(opened), config=config, tasks=tasks, scores=scores)
