@@ -584,7 +584,7 @@ def test_cautions(report: Any) -> None:
     assert "`notes.txt` (" not in text.partition("## ")[0]
     run = copy.deepcopy(RUN)
     run["parts"]["report"]["shortened"] = 7
-    assert "**Caution:** 7 of the 200 reported texts cut at their end: longer" in report(METRICS, run=run)
+    assert "**Caution:** 7 of the 200 reported texts were cut at their end: longer" in report(METRICS, run=run)
     for metric, low, high, trained in (
         ("accuracy", 0.95, 0.99, True), ("accuracy", 0.80, 0.90, False), ("perplexity", 1.0, 2.0, True), ("perplexity", 95.0, 99.0, False),
     ):  # fmt: skip

@@ -224,7 +224,8 @@ class HeadScores:
 def _named(labels: Sequence[str]) -> str:
     """Names of the first few heads, and how many more there are."""
     named = ", ".join(labels[:_NAMED])
-    return named if len(labels) <= _NAMED else f"{named} and {len(labels) - _NAMED} heads more"
+    more = len(labels) - _NAMED
+    return named if more <= 0 else f"{named} and {more} more head{'s' * (more > 1)}"
 
 
 def _numbers(listed: Any, count: int) -> Tensor:

@@ -301,7 +301,7 @@ def shortened(part: Examples, role: str) -> Iterator[str]:
     """A caution if texts were truncated."""
     if part.shortened:
         yield (
-            f"{part.shortened:,} of the {part.examples:,} {role} texts cut at their end: longer than the model or `--max-length` allows."
+            f"{part.shortened:,} of the {part.examples:,} {role} texts were cut at their end: longer than the model or `--max-length` allows."
         )
 
 
