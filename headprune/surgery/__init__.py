@@ -27,7 +27,7 @@ from headprune.surgery.proof import DOES_NOT_RUN, Proof, answers, prove
 from headprune.surgery.removal import Removal, check_present, cut
 from headprune.trace import example_for
 
-__all__ = ["Proof", "Removal", "answers", "mask", "prune", "remove", "tried"]
+__all__ = ["Proof", "Removal", "answers", "layers_that_run", "mask", "prune", "remove"]
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def prune(
     return proof
 
 
-def tried(model: nn.Module, layers: Sequence[AttentionLayer], example: Example) -> list[AttentionLayer]:
+def layers_that_run(model: nn.Module, layers: Sequence[AttentionLayer], example: Example) -> list[AttentionLayer]:
     """The layers, with ``prunable=False`` where the model does not run without a head of them; the model is unchanged.
 
     `prune` finds that too, but only when all is scored and searched. Layers whose heads are masked alone are not tried.

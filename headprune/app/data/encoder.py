@@ -39,6 +39,7 @@ class Encoding:
         labels: ``""``: one label per example; ``"input"``: one per token, padded on the inputs' side; ``"right"``: a decoder's text,
             padded on the right, as decoders read from the left.
         pads: Whether the processor pads inputs; else all have one shape.
+        side: Where texts must be padded, as labels count from there; "" where no answer depends on it (`settle_padding`).
         masks: Whether inputs are masked, and the labels are the original tokens.
         prepare: Checks the model and the tokenizer, and gives a note on what is measured; "" for none.
     """
@@ -47,6 +48,7 @@ class Encoding:
     columns: Mapping[str, tuple[str, ...]]
     labels: str = ""
     pads: bool = True
+    side: str = ""
     masks: bool = False
     prepare: Callable[[Encoder], str] = lambda _: ""
 
@@ -70,6 +72,8 @@ class Encoder:
         self.encoding, self.options, self.splits, self.labelled = encoding, options, splits, labelled
         self.model, self.config = loaded.model, loaded.config
         self.processor = copy.deepcopy(loaded.processor)  # calls set how it pads and truncates; `loaded`'s is saved
+        if encoding.side:
+            self.processor.padding_side = encoding.side
         self.columns: dict[str, str] = {}
         features = next(iter(splits.values())).features
         for what, usual in encoding.columns.items():

@@ -54,8 +54,7 @@ def settle_padding(encoder: Encoder, features: Sequence[Feature]) -> str:
     if not texts or len(texts[0]["input_ids"]) == len(texts[-1]["input_ids"]):
         return ""
     own = encoder.processor.padding_side
-    fixed = encoder.encoding.prepare in (prepare_question, prepare_causal)
-    for side in [own] if fixed else [own, "left" if own == "right" else "right"]:
+    for side in [own] if encoder.encoding.side else [own, "left" if own == "right" else "right"]:
         encoder.processor.padding_side = side
         if _answers_alike(encoder, texts[0], texts[-1]):
             moved = f"Texts are padded on the {side}: on the {own}, as the tokenizer does it, an answer depends on the padding."
@@ -76,13 +75,10 @@ def _answers_alike(encoder: Encoder, short: Feature, long: Feature) -> bool:
             output, mask = call(model, inputs_of(model, batch)), batch["attention_mask"][0].bool()
             logits = logits_in(output)
             answer = tensors(output)[0][0] if logits is None else logits[0]
-            by_token = answer.ndim > 1 or encoder.encoding.prepare is prepare_question
-            if by_token and encoder.encoding.labels != "right":
-                answer = answer[mask]
-            answers.append(
-                answer if not answers else answer[: len(answers[0])]
-            )  # what is written is padded on the right
-        alone, beside = answers
+            if encoder.encoding.labels != "right" and (answer.ndim > 1 or encoder.encoding.side):
+                answer = answer[mask]  # there is one for every token
+            answers.append(answer)
+        alone, beside = answers[0], answers[1][: len(answers[0])]  # a text that is written is padded on the right
         rounding = 1e-3 if alone.dtype in (torch.float32, torch.float64) else 0.1
         return bool((alone - beside).abs().max() <= rounding * alone.abs().max())
     return True
@@ -166,12 +162,6 @@ def encode_masked(encoder: Encoder, row: Row, number: int) -> Feature | str:
     return {**coded, "labels": labels}
 
 
-def prepare_question(encoder: Encoder) -> str:
-    """Set padding to the right: answers are counted from a text's first token."""
-    encoder.processor.padding_side = "right"
-    return _SPANS
-
-
 def prepare_masked(encoder: Encoder) -> str:
     if encoder.processor.mask_token_id is None:
         raise HeadPruneError("The tokenizer has no mask token.", "Use a masked language model's tokenizer.")
@@ -219,13 +209,11 @@ def _write_chat(encoder: Encoder, chat: list[Row]) -> str:
 
 
 def prepare_causal(encoder: Encoder) -> str:
-    """Set padding to the right, and find out whether the model's loss needs shifted labels; a note if it does.
+    """Find out whether the model's loss needs shifted labels; a note if it does.
 
     Raises:
         HeadPruneError: The model is not causal: it sees the tokens that it has to predict.
     """
-    # With padding on the left, the first word would be predicted from padding, and all positions would shift.
-    encoder.processor.padding_side = "right"
     model = encoder.model
     generator = torch.Generator().manual_seed(0)
     vocabulary = encoder.config.get_text_config().vocab_size
@@ -335,10 +323,11 @@ ENCODINGS = {
     ),
     "token-classification": Encoding(encode_words, {"text": TEXTS, "label": CLASSES[::-1]}, "input"),
     "question-answering": Encoding(
-        encode_question, {"text": QUESTIONS, "answers": ("answers", "answer")}, prepare=prepare_question
+        encode_question, {"text": QUESTIONS, "answers": ("answers", "answer")}, side="right", prepare=lambda _: _SPANS
     ),
     "masked-lm": Encoding(encode_masked, {"text": TEXTS}, "input", masks=True, prepare=prepare_masked),
-    "causal-lm": Encoding(encode_causal, {"text": (*TEXTS, *CHATS)}, "input", prepare=prepare_causal),
+    # On the left, the first word would be predicted from padding.
+    "causal-lm": Encoding(encode_causal, {"text": (*TEXTS, *CHATS)}, "input", side="right", prepare=prepare_causal),
     "seq2seq": Encoding(encode_pair, {"source": SOURCES, "target": TARGETS}, "right"),
     "image-classification": Encoding(encode_image, {"image": IMAGES, "label": CLASSES}, pads=False),
     "audio-classification": Encoding(encode_sound, {"audio": SOUNDS, "label": CLASSES}, prepare=prepare_sound),

@@ -31,7 +31,7 @@ from headprune.plan_search import SearchResult
 from headprune.pruned import ghosts
 from headprune.scoring import HeadScores, Settings, method_and_settings, save_scores, score
 from headprune.store import Store, digest
-from headprune.surgery import tried
+from headprune.surgery import layers_that_run
 
 
 def score_run(options: Options, folder: runs.RunFolder, console: Console) -> list[HeadScores]:
@@ -149,7 +149,7 @@ def open_to_prune(config: search.PruneConfig, console: Console) -> search.PruneS
     for part in opened.parts.also:
         console.say(f"Second dataset, to which nothing is fitted: {len(part)} examples of {part.name}.")
     if not is_offloaded(opened.model):  # it would be loaded for every pass
-        opened = replace(opened, layers=tried(opened.model, opened.layers, opened.parts.score.short(2)))
+        opened = replace(opened, layers=layers_that_run(opened.model, opened.layers, opened.parts.score.short(2)))
     if half := opened.loaded.stored:
         console.say(f"{config.options.model} is stored in {name_of(half)}: pruned models are saved so, too.")
     scene = search.PruneScene(**vars(opened), config=config, tasks=tasks, scores=scores)
