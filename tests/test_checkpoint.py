@@ -31,7 +31,7 @@ from tests.support.commands import run, stderr_of
 from tests.support.even import even, mistral
 from tests.support.folders import common, tokenizer
 from tests.support.stays import by_transformers, changed, edit, files, like, logits, needs_code, sidecar
-from tests.support.zoo import ZOO, bert, labelled, randomise
+from tests.support.zoo import ZOO, bert, labelled, randomise, sizes
 
 Loads = Callable[[Any, Path, Path], Any]
 
@@ -430,6 +430,24 @@ def test_a_command_finds_what_a_killed_save_left(tmp_path: Path) -> None:
     assert "BertForSequenceClassification" in run("inspect", folder).stdout
     folder.rename(tmp_path / ".m.old")
     hp.load(folder)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("drop", [{1: [0]}, {3: [0]}, {1: [0], 3: [0]}, {1: [0, 1], 3: [2]}], ids=str)
+def test_layers_that_shared_their_weights(adapters: bool, drop: dict[int, list[int]], tmp_path: Path) -> None:
+    """Zamba2's hybrid layers: where the first lost heads, the saved weights were refused as ones that the config ties."""
+    config = tf.Zamba2Config(
+        **sizes("sdpa", num_hidden_layers=4), num_key_value_heads=4, mamba_d_state=8, mamba_headdim=8, mamba_ngroups=1,
+        n_mamba_heads=8, chunk_size=8, num_mem_blocks=1, hybrid_layer_ids=[1, 3],
+        layers_block_type=["mamba", "hybrid"] * 2, adapter_rank=4, use_shared_attention_adapter=adapters,
+    )  # fmt: skip
+    model, example = randomise(tf.Zamba2ForCausalLM(config)), {"input_ids": torch.randint(5, 90, (2, 9))}
+    plan = {f"model.layers.{i}.shared_transformer.self_attn": heads for i, heads in drop.items()}
+    hp.prune(model, plan, example)
+    hp.save(model, tmp_path / "z")
+    for loaded in (hp.load(tmp_path / "z"), by_transformers(tmp_path / "z")):
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(**example).logits, model(**example).logits)
 
 
 def test_what_is_tied_by_its_config_alone_is_refused(tmp_path: Path) -> None:

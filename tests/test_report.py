@@ -81,7 +81,7 @@ CASES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ], ["## Repair", "The run uses one order", "Where the time goes", "Written text", "last step"]),
     "ghosts": ({**with_budget(proof={**METRICS["budgets"][0]["proof"], "ghosts": [LAYER.name]}),
                 "latency": {**METRICS["latency"], "bound_ghosts": 1}},
-               [f"keep one head (or group) with zero output for the cache: `{LAYER.name}`", "In 1 of its layers"], []),
+               [f"keep one head (or group) with zero output, which the cache or the module's code needs: `{LAYER.name}`", "In 1 of its layers"], []),
     "the last step": (with_budget(repair=repaired(answers={**STEP, "part": 0.5}, layers_alone=SPLIT, trials=TRIALS)), [
         "| accuracy without repair | repaired layer by layer only |", "; left out: values with 2 heads.",
         "but without the last step of repair, on the 50 choosing", "| 65.0 % | 60.0 % (50.0 % to 70.0 %) |",

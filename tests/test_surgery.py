@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import headprune as hp
 from headprune.pruned.hooks import HeadArgument
-from headprune.surgery import removal
+from headprune.surgery import layers_that_run, removal
 from headprune.surgery.evidence import ROWS, Bounds, _by_head, _sampled, differing, longer, position_limit
 from headprune.surgery.proof import TOLERANCE, Reference, _compare, _is_distribution, _sure, answers, tolerance_of
 from headprune.surgery.removal import Removal, count_changes, groups_left, ways
 from tests.support.cases import answer
 from tests.support.errors import refuses
 from tests.support.plain import HEADS, WIDTH, Attention, Pair, model_of, noise
-from tests.support.zoo import TorchEncoder, bert, gpt2, randomise, text
+from tests.support.zoo import TorchEncoder, bert, gpt2, randomise, sizes, text
 
 INF, NAN = math.inf, math.nan
 PLAIN = hp.AttentionLayer("a", 0, "encoder", 12, 12, 64)
@@ -196,6 +196,39 @@ def test_ways_are_tried_from_the_one_that_changes_least() -> None:
     assert [w.side_modules for w in ways([layer(side_modules=("x",))], drop)][:12] == [False] * 6 + [True] * 6
     older = {"layers": [layer().to_json()], "drop": drop, "widths": "all"}
     assert Removal.from_json(older) == Removal((layer(),), drop, "all")
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_without_any_head_a_layer_is_smallest(groups: int) -> None:
+    """It kept a whole group, so that a plan with a head of every group could be faster than "no heads, the most that can be gained"."""
+    config = tf.LlamaConfig(
+        **sizes("sdpa", num_hidden_layers=2, num_attention_heads=8, hidden_size=64), num_key_value_heads=groups
+    )
+    model, example = randomise(tf.LlamaForCausalLM(config)), text()
+    one_each, none = copy.deepcopy(model), copy.deepcopy(model)
+    layer = "model.layers.0.self_attn"
+    hp.prune(one_each, {layer: [h for h in range(8) if h % (8 // groups)]}, example)
+    proof = hp.prune(none, {layer: list(range(8))}, example)
+    assert proof.ghosts == (layer,)
+    assert none.get_submodule(layer).q_proj.weight.shape == none.get_submodule(layer).k_proj.weight.shape == (8, 64)
+    assert len(none.get_submodule(layer).q_proj.weight) < len(one_each.get_submodule(layer).q_proj.weight)
+
+
+def test_layers_that_share_keys_and_values_are_told_at_once() -> None:
+    """Gemma 3n's last layers read those of earlier ones: no plan for one alone runs, which a run said when all was scored and searched."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = tf.Gemma3nTextConfig(
+        **sizes("sdpa", num_hidden_layers=6), vocab_size_per_layer_input=100, num_key_value_heads=2, head_dim=8,
+        hidden_size_per_layer_input=8, laurel_rank=8, num_kv_shared_layers=2, sliding_window=6, layer_types=kinds,
+        activation_sparsity_pattern=[0.0] * 6, altup_num_inputs=2,
+    )  # fmt: skip
+    model, example = randomise(tf.Gemma3nForCausalLM(config)), text()
+    found = layers_that_run(model, hp.find_attention(model, example), example)
+    assert [layer.prunable for layer in found] == [True, True, False, False, False, False]
+    assert "does not run" in found[3].reason
+    plain = randomise(tf.BertModel(tf.BertConfig(**sizes("sdpa"))))
+    layers = hp.find_attention(plain, text())
+    assert layers_that_run(plain, layers, text()) == layers
 
 
 def test_layers_that_lose_the_same_heads_keep_their_own_weights() -> None:

@@ -97,7 +97,7 @@ def load_model(
     if path != named:
         notes.append(
             f"{named} is a run folder: the model in it that was pruned already, {Path(source).name}, is taken. (To keep another number of the "
-            f"dense model's heads, continue that run: `headprune prune -o {named} --keep …`.)"
+            f"dense model's heads, continue that run: `headprune prune -o {named} --overwrite --keep …`.)"
         )
     if not ours and not options.trust_remote_code and kind.auto_class in (getattr(config, "auto_map", None) or {}):
         notes.append(

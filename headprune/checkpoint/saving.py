@@ -324,7 +324,7 @@ def _separate(model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
     pruned = {f"{name}.{tensor}" for name, entry in modules.items() for tensor in entry.get("tensors", ())}
     for name, other in expanded(all_submodels=True).items():
         one, two = own.get(name), own.get(other)
-        if one is not None and two is not None and one is not two and name not in pruned:
+        if one is not None and two is not None and one is not two and not {name, other} & pruned:
             yield name, other, one, two
 
 

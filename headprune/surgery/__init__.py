@@ -29,6 +29,8 @@ from headprune.trace import example_for
 
 __all__ = ["Proof", "Removal", "answers", "layers_that_run", "mask", "prune", "remove"]
 
+_FAR = 100  # times a proof's tolerance
+
 
 @contextmanager
 def mask(
@@ -104,20 +106,23 @@ def prune(
 
 
 def layers_that_run(model: nn.Module, layers: Sequence[AttentionLayer], example: Example) -> list[AttentionLayer]:
-    """The layers, with ``prunable=False`` where the model does not run without a head of them; the model is unchanged.
+    """The layers, with ``prunable=False`` where the model does not run without heads of them, or not as the masked one does.
 
-    `prune` finds that too, but only when all is scored and searched. Layers whose heads are masked alone are not tried.
+    `prune` finds that too, but only when all is scored and searched. The model is unchanged.
     """
 
     def failure(those: Sequence[AttentionLayer]) -> str:
         drop = {layer.name: list(layer.units[0]) for layer in those}
-        _, _, why = prove(model, those, drop, inputs, layers, keep=False)
-        return why if why.startswith(DOES_NOT_RUN) else ""  # what else there is, `prune` decides with all its means
+        _, proof, why = prove(model, those, drop, inputs, layers, keep=False)
+        # What differs by less may do so by rounding, which `prune` looks into.
+        return why if why.startswith(DOES_NOT_RUN) or proof.difference > _FAR * proof.tolerance else ""
 
     able = [layer for layer in layers if layer.prunable and len(layer.units) > 1]
+    # Some only run together: layers that read another one's keys and values. Of any two, one half holds one of them alone.
+    halves = [[a for i, a in enumerate(able) if i >> bit & 1] for bit in range(max(len(able) - 1, 0).bit_length())]
     with torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), torch.no_grad():
         inputs = inputs_for(model, usable(move(example, model_device(model))))
-        if not able or not failure(able):
+        if not any(failure(those) for those in (able, *halves) if those):
             return list(layers)
         reasons = {layer.name: failure([layer]) for layer in able}
     return [replace(a, prunable=False, reason=reasons[a.name]) if reasons.get(a.name) else a for a in layers]

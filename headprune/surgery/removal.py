@@ -41,6 +41,7 @@ class Removal:
         narrow: Whether modules' inputs claim the width of the kept heads (`headprune.pruned.hooks.Narrowing`).
         by_group: Whether integers named after groups count groups (``num_kv_groups`` of some models), or else heads per
             group (``num_key_value_groups`` of transformers).
+        whole_group: Whether a layer that loses all heads keeps a group with zero output, as until 0.1.0, or else one head.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -51,6 +52,7 @@ class Removal:
     side_modules: bool = False
     narrow: bool = False
     by_group: bool = False
+    whole_group: bool = True
 
     @property
     def ghosts(self) -> tuple[str, ...]:
@@ -78,8 +80,9 @@ def ways(layers: Layers, drop: Heads) -> list[Removal]:
     # An argument with as many entries as heads may have one for each head; if so, the proof fails unless it is cut.
     arguments = any(not a.features for layer in layers for a in layer.arguments)
     sides, both, no = any(layer.side_modules for layer in layers), (False, True), (False,)
+    emptied_groups = any(layer.groups and len(drop[layer.name]) == layer.num_heads for layer in layers)
     choices: dict[str, Any] = {
-        "by_group": both, "narrow": both, "side_modules": both if sides else no, "own_config": both,
+        "whole_group": both if emptied_groups else (True,), "by_group": both, "narrow": both, "side_modules": both if sides else no, "own_config": both,
         "cut_arguments": both if arguments else no, "widths": WIDTHS,
     }  # fmt: skip
     each = product(*choices.values())  # the last changes first
@@ -150,7 +153,7 @@ class _Cutter:
             _replace_by_bias(model, layer)
             return
         if ghost:
-            kept = list(layer.units[0])
+            kept = list(layer.units[0]) if removal.whole_group else [layer.units[0][0]]
         for part in layer.projections:
             self._slice(model.get_submodule(part.module), surviving(part.features, kept), output=True)
         for part in layer.selections:

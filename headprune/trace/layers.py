@@ -106,7 +106,11 @@ def _layer(trace: Tracer, index: int, attention: AttentionCall, suffix: str) -> 
     if gate and output is None and not _is_plain(trace.modules[gate.module]):
         reason = _unsliceable(gate.module, trace.modules[gate.module])
     if attention.module in ghosts(trace.model):
-        reason, output, gate = "all of its heads were pruned; one stays with zero output, for the cache", None, None
+        reason, output, gate = (
+            "all of its heads were pruned; one stays with zero output, which the cache or the module's code needs",
+            None,
+            None,
+        )
     cut = [(part, "out") for part in projections]
     if output and not attention.concatenated:  # a module that returns its heads side by side has no W_O to cut
         cut.insert(0, (output, "in"))

@@ -102,7 +102,7 @@ def removed(run: Run, metrics: Metrics) -> list[Block]:
         by = ", ".join(dict.fromkeys(filter(None, [b.method, b.strategy]))) or amounts.code(metrics.planning.plan)
         size, loads = amounts.size(b.size, 3) if b.size else "", amounts.code(b.loads) if b.loads else ""
         folders.append((str(b.kept), by, amounts.code(f"{b.checkpoint}/"), size, loads))
-        emptied = "These layers lost all their heads, but keep one head (or group) with zero output for the cache: "
+        emptied = "These layers lost all their heads, but keep one head (or group) with zero output, which the cache or the module's code needs: "
         ghosts = f"{emptied}{', '.join(map(amounts.code, b.proof.ghosts))}."
         notes.append((b.kept, [ghosts, *b.notes] if b.proof.ghosts else b.notes))
     return [
