@@ -30,7 +30,7 @@ from headprune.planning import AUTO, Order, Search, arrange, needs_scores
 from headprune.planning.strategies import effort_named
 from headprune.plans import PruningPlan
 from headprune.running import tracked
-from headprune.scoring import HeadScores
+from headprune.scoring import HeadScores, maskable_of
 from headprune.scoring.statistics import uniform
 from headprune.store import Store, digest
 
@@ -200,9 +200,10 @@ def check_search(scene: PruneScene) -> None:
     """Refuse a search or plan that removes no head or names unknown heads, and a metric that cannot be measured.
 
     Raises:
-        HeadPruneError: No head would be removed, a layer or head does not exist, or the metric cannot be measured.
+        HeadPruneError: No head can be masked or would be removed, a layer or head does not exist, or the metric cannot be measured.
     """
     plan, metric = scene.config.plan, scene.metric
+    maskable_of(scene.model, scene.layers)
     if plan is not None:
         plan.on(scene.layers)
         if not any(plan.drop.values()):
