@@ -118,11 +118,13 @@ def layers_that_run(model: nn.Module, layers: Sequence[AttentionLayer], example:
         return why if why.startswith(DOES_NOT_RUN) or proof.difference > _FAR * proof.tolerance else ""
 
     able = [layer for layer in layers if layer.prunable and len(layer.units) > 1]
-    # Some only run together: layers that read another one's keys and values. Of any two, one half holds one of them alone.
-    halves = [[a for i, a in enumerate(able) if i >> bit & 1] for bit in range(max(len(able) - 1, 0).bit_length())]
+    # Layers that read another one's keys and values, so have fewer projections, only run together with it. Of any two layers,
+    # one of these parts holds one alone.
+    bits = len(able).bit_length() if len({len(a.projections) for a in able}) > 1 else 0
+    parts = [able, *([a for i, a in enumerate(able) if i >> bit & 1] for bit in range(bits))]
     with torch.inference_mode(False), full_precision(), uncompiled(), evaluating(model), torch.no_grad():
         inputs = inputs_for(model, usable(move(example, model_device(model))))
-        if not any(failure(those) for those in (able, *halves) if those):
+        if not any(failure(those) for those in parts if those):
             return list(layers)
         reasons = {layer.name: failure([layer]) for layer in able}
     return [replace(a, prunable=False, reason=reasons[a.name]) if reasons.get(a.name) else a for a in layers]
