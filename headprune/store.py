@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from headprune import files
 from headprune.errors import HeadPruneError, first_line
-from headprune.fingerprint import fingerprint, tensor_bytes
+from headprune.fingerprint import fingerprint, is_wrapper, tensor_bytes
 from headprune.parallel import current
 
 T = TypeVar("T")
@@ -198,7 +198,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
 def digest(*values: Any) -> str:
     """A short hash of values and their content; for a model, of its weights and `traits`.
 
-    Values that cannot be compared, such as functions, get a different hash each time.
+    Values that cannot be compared, such as functions, get a different hash each time (a model's functions count by their code).
     """
     facts = [[fingerprint(value), traits(value)] if isinstance(value, nn.Module) else value for value in values]
     tensors: list[Tensor] = []
@@ -216,10 +216,17 @@ def traits(model: nn.Module) -> list[Any]:
     """Everything besides its weights that a model's answers depend on: config, module classes, non-persistent buffers, own attributes."""
     modules, saved, seen = dict(model.named_modules()), set(model.state_dict()), dict[int, tuple[int, Any]]()
     config: Any = getattr(model, "config", None)
+
+    def told(value: Any) -> Any:
+        try:
+            return _told(value, seen)
+        except Exception:  # anything may be an attribute; what cannot be looked at is like no other
+            return object()
+
     own = {}
     for name, module in modules.items():
         left_out = {*_OF_TORCH, "forward", "to", "cuda"} if "_hf_hook" in vars(module) else _OF_TORCH
-        own[name] = {key: _told(value, seen) for key, value in vars(module).items() if key not in left_out}
+        own[name] = {key: told(value) for key, value in vars(module).items() if key not in left_out}
     return [
         _told(config.to_dict() if hasattr(config, "to_dict") else None, seen),
         {name: type(module) for name, module in modules.items()},
@@ -234,7 +241,9 @@ def _told(value: Any, seen: dict[int, tuple[int, Any]]) -> Any:
     Args:
         seen: By id, the number and the object of what was told already, such as a config that every module has.
     """
-    if value is None or isinstance(value, bool | int | float | str | Tensor | np.ndarray | np.generic):
+    if isinstance(value, Tensor) and (value.layout is not torch.strided or is_wrapper(value)):
+        return object()  # its bytes cannot be read
+    if value is None or isinstance(value, bool | int | float | str | Tensor | np.ndarray):
         return value
     name = getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, nn.Module | type | Logger):
@@ -250,7 +259,7 @@ def _told(value: Any, seen: dict[int, tuple[int, Any]]) -> Any:
         return [name, *sorted(json.dumps(_told(each, seen), default=str) for each in value)]
     if isinstance(value, list | tuple):
         return [name, *(_told(each, seen) for each in value)]
-    if isinstance(value, bytes | complex | Path | torch.dtype | torch.device):
+    if isinstance(value, bytes | complex | np.generic | Path | torch.dtype | torch.device):
         return repr(value)
     if isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]

@@ -4,7 +4,9 @@ import copy
 import errno
 import hashlib
 import json
+import logging
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -244,3 +246,22 @@ def test_another_attribute_is_another_model(one: Any, other: Any) -> None:
     assert digest(first) != digest(second)
     first.more, second.more = [one, other, one], [one, other, other]  # which of two comes again
     assert digest([first]) != digest([second])
+
+
+class Unreadable:
+    """To look at it is an error."""
+
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("closed")
+
+
+@pytest.mark.parametrize("value", [
+    np.datetime64("2020-01-01"), np.complex64(1j), np.array([None]), torch.eye(3).to_sparse(), threading.Lock(), torch.Generator(),
+    logging.getLogger(), Unreadable(), open,
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_any_attribute_can_be_told(value: Any) -> None:
+    model = nn.Linear(2, 2)
+    model.own, model.cycle = value, [value]
+    model.cycle.append(model.cycle)
+    assert digest(model)

@@ -252,9 +252,8 @@ def _write_config(model: Any, folder: Path, cls: type, dtype: torch.dtype, struc
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return None
     config: Any = copy.deepcopy(model.config)
-    for module in (
-        model.modules()
-    ):  # BigBird turns to full attention at its first short text, for good, and its config never learns
+    # BigBird turns to full attention at its first short text, for good, and its config never learns.
+    for module in model.modules():
         if isinstance(turned := vars(module).get("attention_type"), str) and hasattr(config, "attention_type"):
             config.attention_type = turned
     config.architectures, config.dtype = [cls.__name__], dtype
